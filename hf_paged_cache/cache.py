@@ -1,0 +1,349 @@
+"""`PagedCache`: the cache object that is passed to `model.generate`."""
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from hf_paged_cache.budget import MemoryBudget, parse_bytes
+from hf_paged_cache.codecs import make_codec
+from hf_paged_cache.config_layers import GroupFactory, paged_layers
+from hf_paged_cache.errors import CropError, InvalidArgumentError
+from hf_paged_cache.groups import LayerGroup, unfinished_pass
+from hf_paged_cache.layers import PagedLayer
+from hf_paged_cache.padding import Announcement, check_mask, current_mask_request
+from hf_paged_cache.stats import CacheStats, format_bytes
+from hf_paged_cache.tables import BlockTable
+
+
+class PagedCache(DynamicCache):
+    """A KV cache in blocks, for `model.generate(**inputs, past_key_values=PagedCache(model.config))`.
+
+    It is used as `DynamicCache` is, and gives the same result. Rows share blocks until they differ, so beam search,
+    `fork`, `copy.deepcopy` and the batch operations move block tables instead of keys and values; left padding is not
+    stored; layers with a sliding window keep the window. Each layer group (all full-attention layers, all layers of
+    one window) has one block table. Layers with a recurrent state are transformers' own.
+
+    It derives from `DynamicCache` because that is what transformers asks for where it needs a cache that grows and
+    can be cropped, `EncoderDecoderCache.crop` for one.
+
+    Args:
+        config: `model.config`; says which layers there are. Head counts, head_dim and dtype come from the first keys.
+        kv: how keys and values are stored: `"raw"`, in the model's dtype.
+        block_size: tokens a block, a power of two from 16 to 256.
+        num_blocks: hard limit of the blocks of each layer group, allocated at once. `None`: grow on demand.
+        memory: hard limit of the bytes of all pools, a number or text such as `"2GiB"`. `None`: grow on demand.
+
+    Raises:
+        InvalidArgumentError: an argument has no meaning.
+
+    Example:
+
+    ```python
+    >>> cache = PagedCache(model.config)
+    >>> output = model.generate(**tokenizer("Hello", return_tensors="pt"), past_key_values=cache)
+    >>> cache
+    PagedCache(30 layers, 1 x 25 tokens, 1 of 1 blocks of 64 used, 2.8 MiB of 5.6 MiB)
+    ```
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *,
+        kv: str = "raw",
+        block_size: int = 64,
+        num_blocks: int | None = None,
+        memory: int | str | None = None,
+    ) -> None:
+        if not isinstance(config, PreTrainedConfig):
+            raise InvalidArgumentError(
+                f"PagedCache takes the model's config, PagedCache(model.config), not a {type(config).__name__}"
+            )
+        if block_size not in (16, 32, 64, 128, 256):
+            raise InvalidArgumentError(f"block_size={block_size!r}: expected a power of two from 16 to 256")
+        if num_blocks is not None and (not isinstance(num_blocks, int) or num_blocks < 1):
+            raise InvalidArgumentError(f"num_blocks={num_blocks!r}: expected at least 1, or None to grow on demand")
+        self._budget = MemoryBudget(None if memory is None else parse_bytes(memory))
+        self._factory = GroupFactory(make_codec(kv), block_size, self._budget, num_blocks)
+        super().__init__(config=config)
+        self.layers, self._groups = paged_layers(self.layers, config, self._factory)
+        self._num_config_groups = len(self._groups)
+        self._end_pass()
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        return (
+            f"{type(self).__name__}({len(self.layers)} layers, {stats.rows} x {stats.tokens} tokens, "
+            f"{stats.blocks_used} of {stats.blocks_total} blocks of {stats.block_size} used, "
+            f"{format_bytes(stats.bytes_used)} of {format_bytes(stats.bytes_allocated)})"
+        )
+
+    def stats(self) -> CacheStats:
+        """What the cache holds now."""
+        pools = {id(group.pool): group.pool for group in self._groups}.values()
+        allocators = [pool.allocator for pool in pools]
+        block_size = self._factory.block_size
+        tail_waste = 0
+        for group in self._groups:
+            slots = len(group.table.held_blocks()) * block_size
+            tail_waste += max(slots - group.table.held_tokens, 0) * group.pool.block_bytes // block_size
+        lead = self._lead_table()
+        return CacheStats(
+            rows=lead.num_rows if lead else 0,
+            tokens=lead.num_columns if lead else 0,
+            block_size=block_size,
+            blocks_total=sum(allocator.num_blocks - 1 for allocator in allocators),
+            blocks_used=sum(allocator.num_referenced for allocator in allocators),
+            blocks_free=sum(allocator.num_free for allocator in allocators),
+            blocks_reusable=sum(allocator.num_reusable for allocator in allocators),
+            bytes_allocated=sum(pool.num_bytes for pool in pools),
+            bytes_used=sum(pool.allocator.num_referenced * pool.block_bytes for pool in pools),
+            bytes_peak=self._budget.peak,
+            tail_waste_bytes=tail_waste,
+            copies=sum(pool.copies for pool in pools),
+            evictions=sum(allocator.evictions for allocator in allocators),
+            hits=0,
+        )
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores new keys and values of a layer, and returns all that the layer shows.
+
+        Args:
+            key_states: `[batch, num_kv_heads, query_length, key_dim]`
+            value_states: `[batch, num_kv_heads, query_length, value_dim]`
+            layer_idx: the layer.
+
+        Returns:
+            Keys and values, `[batch, num_kv_heads, columns, dim]`, still in their blocks (`LazyKV`).
+
+        Raises:
+            InvalidArgumentError: they do not fit what the cache holds.
+            OutOfBlocks: there is no room. The whole forward pass is taken back.
+        """
+        if not 0 <= layer_idx < len(self.layers):
+            raise InvalidArgumentError(
+                f"layer {layer_idx} of a cache with {len(self.layers)} layers: it was made for another model; use "
+                "PagedCache(model.config)"
+            )
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, PagedLayer):
+            return layer.update(key_states, value_states, *args, **kwargs)
+        if layer_idx <= self._last_layer_idx:
+            for group in self._groups:
+                group.forget_step()
+        self._last_layer_idx = layer_idx
+        num_new = key_states.shape[-2]
+        try:
+            self._place(layer, num_new)
+            attended = None
+            if self._announced is not None:
+                attended = self._announced.new_columns(layer.group.table, num_new)
+            return layer.update(key_states, value_states, attended=attended)
+        except BaseException:
+            self._undo_pass()
+            raise
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        request = current_mask_request()
+        if request is not None:
+            self._announce(request.attention_mask, query_length)
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def fork(self, n: int = 1) -> "PagedCache":
+        """A new cache in which every row stands `n` times in a row, sharing all blocks with this one.
+
+        Only block tables are copied; this cache stays as it was. A shared block is copied when one of its holders
+        writes to it. With `prefill`, a prompt is computed and stored once for all beams or samples:
+
+        ```python
+        >>> cache = PagedCache(model.config)
+        >>> prefill(model, cache, **inputs)
+        >>> model.generate(**inputs, num_beams=4, past_key_values=cache.fork(4))
+        ```
+
+        Raises:
+            InvalidArgumentError: `n` is less than 1.
+        """
+        if not isinstance(n, int) or n < 1:
+            raise InvalidArgumentError(f"fork(n={n!r}): expected at least 1 copy of every row")
+        other = copy.copy(self)
+        # With the groups in the memo, deepcopy copies recurrent states and the like, but no blocks.
+        memo: dict[int, Any] = {id(group): group.fork(n) for group in self._groups}
+        other._groups = [memo[id(group)] for group in self._groups]
+        other.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
+        other._repeat_own_rows(n)
+        other._end_pass()
+        return other
+
+    def __deepcopy__(self, memo: dict) -> "PagedCache":
+        return self.fork()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Replaces the rows by `beam_idx`, int64 `[batch]`; block tables move, keys and values do not."""
+        self._select_rows(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the rows `indices`: int64, or bool `[batch]`."""
+        self._select_rows(indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Lets every row stand `repeats` times in a row, on the same blocks."""
+        if not isinstance(repeats, int) or repeats < 1:
+            raise InvalidArgumentError(f"batch_repeat_interleave({repeats!r}): expected at least 1")
+        for group in self._groups:
+            group.select(np.arange(group.table.num_rows).repeat(repeats))
+        self._repeat_own_rows(repeats)
+        self._end_pass()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last tokens of every row.
+
+        Args:
+            tokens_to_remove: minus the number of tokens; more than there are removes all. 0 only gives up what was
+                kept after `activate_past_recording`.
+
+        Raises:
+            CropError: the number is positive (the meaning it had before transformers 5.18 is gone), or tokens have
+                left a window and are needed again: call `activate_past_recording` first to keep them.
+        """
+        if tokens_to_remove > 0:
+            raise CropError(
+                f"crop({tokens_to_remove}): expected a negative number, the tokens to remove: crop(-{tokens_to_remove})"
+            )
+        kept = [max(group.table.num_columns + tokens_to_remove, 0) for group in self._groups]
+        for group, num_columns in zip(self._groups, kept, strict=True):
+            window = group.table.window
+            slid = window is not None and group.table.num_columns >= window
+            if slid and not (self._records_past(group) and group.can_crop(num_columns)):
+                raise CropError(
+                    f"crop({tokens_to_remove}): tokens that a window of {window} has passed are gone, at "
+                    f"{group.table.num_columns} tokens. Call `cache.activate_past_recording()` before the forward "
+                    "passes that are to be taken back."
+                )
+        for layer in self._layers_with_own_rows():
+            _own(layer, "crop")(tokens_to_remove)
+        for group, num_columns in zip(self._groups, kept, strict=True):
+            group.crop(num_columns)
+        self._end_pass()
+
+    def rollback(self) -> None:
+        """Takes back a forward pass that stopped half-way, so that the cache can be used again.
+
+        A pass that was interrupted (Ctrl-C, out of memory in the model) has reached some layers and not others. If
+        there is none, nothing happens. Recurrent states of hybrid models cannot be taken back: use a new cache there.
+        """
+        if self._unfinished_layers():
+            self._undo_pass()
+
+    def reset(self) -> None:
+        """Gives back all blocks. The pools stay allocated; the next call may have another batch size."""
+        for group in self._groups:
+            group.reset()
+        for layer in self._layers_with_own_rows():
+            _own(layer, "reset")()
+        self._end_pass()
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the cache; -1 while it is empty."""
+        table = self._lead_table()
+        return -1 if table is None else table.num_rows
+
+    def _lead_table(self) -> BlockTable | None:
+        """The table of the first group that holds tokens."""
+        return next((group.table for group in self._groups if group.table.num_columns), None)
+
+    def _announce(self, attention_mask: torch.Tensor | None, num_new: int) -> None:
+        """Checks the 2-D mask of the forward pass that is about to run, and keeps it for its first `update`."""
+        unfinished = self._unfinished_layers()
+        if unfinished:
+            raise unfinished_pass(unfinished, self._lead_table().num_columns)
+        config_groups = self._groups[: self._num_config_groups]
+        for group in config_groups:
+            check_mask(attention_mask, group.table, num_new)
+        first_column = max((group.table.num_columns for group in config_groups), default=0)
+        self._announced = Announcement(first_column, num_new, attention_mask)
+
+    def _unfinished_layers(self) -> list[int]:
+        """Layers that an interrupted forward pass has not reached, though it has reached others."""
+        config_groups = [group for group in self._groups[: self._num_config_groups] if group.lengths]
+        longest = max((group.table.num_columns for group in config_groups), default=0)
+        return [idx for group in config_groups for idx, length in group.lengths.items() if length != longest]
+
+    def _place(self, layer: PagedLayer, num_new: int) -> None:
+        """Moves a layer that has no tokens yet to a group of its own if it keeps other tokens than its group.
+
+        The cross-attention layers of some vision-language models do: they are given image tokens.
+        """
+        group = layer.group
+        if layer.get_seq_length() or group.accepts(layer.layer_idx, num_new):
+            return
+        for other in self._groups[self._num_config_groups :]:
+            if other.table.window == group.table.window and other.accepts(layer.layer_idx, num_new):
+                layer.group = other
+                return
+        layer.group = self._factory.make(group.table.window, 1, is_only_group=False)
+        self._groups.append(layer.group)
+
+    def _records_past(self, group: LayerGroup) -> bool:
+        return all(layer.record_past for layer in self.layers if isinstance(layer, PagedLayer) and layer.group is group)
+
+    def _select_rows(self, rows: torch.Tensor) -> None:
+        indices = rows.cpu().numpy()
+        table = self._lead_table()
+        if table is not None and indices.size and not (indices.min() >= 0 and indices.max() < table.num_rows):
+            raise InvalidArgumentError(
+                f"rows {indices.tolist()} of a cache with {table.num_rows} rows: expected indices from 0 to "
+                f"{table.num_rows - 1}"
+            )
+        for group in self._groups:
+            if group.table.num_rows:
+                group.select(indices)
+        for layer in self._layers_with_own_rows():
+            _own(layer, "reorder_cache")(rows)
+        self._end_pass()
+
+    def _repeat_own_rows(self, repeats: int) -> None:
+        for layer in self._layers_with_own_rows():
+            num_rows = _num_own_rows(layer)
+            if num_rows and repeats > 1:
+                _own(layer, "reorder_cache")(torch.arange(num_rows).repeat_interleave(repeats))
+
+    def _layers_with_own_rows(self) -> Iterator[Any]:
+        """Layers that keep something outside block tables: recurrent states, and kinds that are not paged."""
+        for layer in self.layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin) or not isinstance(layer, PagedLayer):
+                yield layer
+
+    def _end_pass(self) -> None:
+        self._last_layer_idx = -1
+        self._announced: Announcement | None = None
+        for group in self._groups:
+            group.forget_step()
+
+    def _undo_pass(self) -> None:
+        for group in self._groups:
+            group.undo_step()
+        self._end_pass()
+
+
+def _own(layer: Any, method: str) -> Callable[..., None]:
+    """A method of the part of a layer that is not paged."""
+    is_linear = isinstance(layer, LinearAttentionCacheLayerMixin)
+    return partial(getattr(LinearAttentionLayer, method), layer) if is_linear else getattr(layer, method)
+
+
+def _num_own_rows(layer: Any) -> int:
+    """Rows of the part of a layer that is not paged; 0 if it holds nothing."""
+    states = [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
+    if not isinstance(layer, PagedLayer):
+        states.append(getattr(layer, "keys", None))
+    return next((state.shape[0] for state in states if state is not None), 0)

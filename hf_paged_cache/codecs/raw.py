@@ -1,0 +1,34 @@
+"""Keys and values as the model computed them."""
+
+import torch
+from hf_paged_kernels import KVBlocks, StepMetadata, TokenIndex, gather_tokens, write_kv
+
+from hf_paged_cache.codecs.base import Codec, Geometry
+
+
+class RawCodec(Codec):
+    """Stores keys and values in the model's dtype, unchanged."""
+
+    name = "raw"
+    is_exact = True
+
+    def block_bytes(self, geometry: Geometry, block_size: int) -> int:
+        key_bytes = geometry.key_dim * geometry.key_dtype.itemsize
+        value_bytes = geometry.value_dim * geometry.value_dtype.itemsize
+        return geometry.num_kv_heads * block_size * (key_bytes + value_bytes)
+
+    def allocate(self, geometry: Geometry, block_size: int, num_blocks: int) -> KVBlocks:
+        shape = (num_blocks, geometry.num_kv_heads, block_size)
+        return KVBlocks(
+            key=torch.empty(*shape, geometry.key_dim, dtype=geometry.key_dtype, device=geometry.device),
+            value=torch.empty(*shape, geometry.value_dim, dtype=geometry.value_dtype, device=geometry.device),
+        )
+
+    def write(self, blocks: KVBlocks, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:
+        write_kv(blocks, key, value, step)
+
+    def read_key(self, blocks: KVBlocks, index: TokenIndex) -> torch.Tensor:
+        return gather_tokens(blocks.key, index)
+
+    def read_value(self, blocks: KVBlocks, index: TokenIndex) -> torch.Tensor:
+        return gather_tokens(blocks.value, index)

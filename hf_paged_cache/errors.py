@@ -1,0 +1,44 @@
+"""Exceptions of the package. All derive from `PagedCacheError`, and from the built-in a caller would catch."""
+
+
+class PagedCacheError(Exception):
+    """Base of every error the package raises on purpose. The cache is unchanged and usable after one."""
+
+
+class InvalidArgumentError(PagedCacheError, ValueError):
+    """An argument, input shape or mask does not fit the cache."""
+
+
+class CacheStateError(PagedCacheError, RuntimeError):
+    """The cache is not in a state in which this call has a right answer."""
+
+
+class CropError(CacheStateError, ValueError):
+    """`crop` was asked for something it cannot give back."""
+
+
+class UnsupportedError(PagedCacheError, NotImplementedError):
+    """A feature that the paged cache does not have."""
+
+
+class OutOfBlocks(PagedCacheError, MemoryError):
+    """The pool has no block left and may not grow.
+
+    Args:
+        needed: blocks that the step asked for.
+        free: blocks that were free or could have been evicted.
+        total: blocks of the pool, the null block left out.
+        block_bytes: bytes of one block, over all layers of its group.
+        limit: what keeps the pool from growing, in words.
+    """
+
+    def __init__(self, *, needed: int, free: int, total: int, block_bytes: int, limit: str) -> None:
+        self.needed = needed
+        self.free = free
+        self.total = total
+        self.block_bytes = block_bytes
+        super().__init__(
+            f"out of KV blocks: this step needs {needed} more ({needed * block_bytes:,} bytes), {free} of {total} are "
+            f"free, and {limit}. The cache is as it was before the step. Raise the limit, shorten the prompt, use a "
+            "smaller batch, or free blocks with `crop`, `reset` or by deleting forks."
+        )

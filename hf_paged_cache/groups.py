@@ -1,0 +1,130 @@
+"""The layers of one cache that keep the same tokens, and so share one block table."""
+
+import numpy as np
+from hf_paged_kernels import StepMetadata
+
+from hf_paged_cache.errors import CacheStateError, InvalidArgumentError
+from hf_paged_cache.pool import GroupPool
+from hf_paged_cache.tables import BlockTable
+
+
+class LayerGroup:
+    """A block table over a `GroupPool`, and how many columns each layer has been given.
+
+    The first layer that is updated in a forward pass extends the table (`begin`); the others join that step.
+
+    Args:
+        pool: the blocks; forks of the cache share it.
+        table: the rows of this cache.
+        lengths: columns that each layer has been given, by layer index.
+    """
+
+    def __init__(self, pool: GroupPool, table: BlockTable, lengths: dict[int, int] | None = None) -> None:
+        self.pool = pool
+        self.table = table
+        self.lengths = lengths or {}
+        self.step: StepMetadata | None = None
+        self._undo: tuple[int, int] | None = None
+
+    def length(self, layer_idx: int) -> int:
+        """Columns that a layer has been given."""
+        return self.lengths.get(layer_idx, 0)
+
+    def accepts(self, layer_idx: int, num_new: int) -> bool:
+        """Whether a layer that has no tokens yet keeps the same tokens as the others of the group."""
+        return self.table.num_columns == 0 or self._joins(layer_idx, num_new)
+
+    def begin(
+        self, layer_idx: int, num_rows: int, num_new: int, attended: np.ndarray | None, *, keep_past: bool
+    ) -> StepMetadata:
+        """The step in which a layer gets `num_new` columns: the group's current one, or a new one.
+
+        Args:
+            layer_idx: the layer.
+            num_rows: rows of the batch.
+            num_new: new columns.
+            attended: bool `[num_rows, num_new]`, the attention mask of the new columns; `None` for no padding.
+            keep_past: keep what leaves the window, so that `crop` can bring it back.
+
+        Raises:
+            InvalidArgumentError: the batch size has changed.
+            CacheStateError: the layer is not where the others are.
+            OutOfBlocks: there is no room. The group is as it was.
+        """
+        table = self.table
+        if table.num_columns and num_rows != table.num_rows:
+            raise InvalidArgumentError(
+                f"the cache holds {table.num_rows} rows, but the batch has {num_rows}. Give every row its copy first, "
+                f"with `cache.fork(n)` or `cache.batch_repeat_interleave(n)`, or start with a new cache or `reset()`."
+            )
+        if not self._joins(layer_idx, num_new):
+            lagging = [idx for idx, length in self.lengths.items() if length != table.num_columns]
+            if lagging or self.length(layer_idx) != table.num_columns:
+                raise unfinished_pass(sorted({*lagging, layer_idx}), table.num_columns)
+            table.release_unkept()
+            undo = (table.num_columns, table.first_kept_column)
+            self.step, copies = table.extend(num_rows, num_new, attended, keep_past=keep_past)
+            self._undo = undo
+            self.pool.copy(copies)
+        return self.step
+
+    def finish(self, layer_idx: int) -> None:
+        """Records that a layer has been given the columns of the current step."""
+        self.lengths[layer_idx] = self.table.num_columns
+
+    def forget_step(self) -> None:
+        """The current step cannot be undone any more: a new forward pass begins."""
+        self._undo = None
+
+    def undo_step(self) -> None:
+        """Takes back the step of the current forward pass, if the group has begun one."""
+        if self._undo is not None:
+            self._truncate(*self._undo)
+
+    def can_crop(self, num_columns: int) -> bool:
+        """Whether the group can go back to `num_columns` columns."""
+        return self.table.can_crop(num_columns)
+
+    def crop(self, num_columns: int) -> None:
+        """Goes back to `num_columns` columns, and gives up what has left the window then."""
+        self._truncate(num_columns, None)
+        self.table.restrict_to_window()
+
+    def select(self, rows: np.ndarray) -> None:
+        """Replaces the rows by `rows`, indices of present ones."""
+        self.table.select(rows)
+        self.step = self._undo = None
+
+    def reset(self) -> None:
+        """Gives back everything."""
+        self.table.reset()
+        self.lengths.clear()
+        self.step = self._undo = None
+
+    def fork(self, copies: int) -> "LayerGroup":
+        """The same group for another cache, every row `copies` times, on the same blocks."""
+        return LayerGroup(self.pool, self.table.fork(copies), dict(self.lengths))
+
+    def _joins(self, layer_idx: int, num_new: int) -> bool:
+        step = self.step
+        return (
+            step is not None
+            and self.length(layer_idx) == step.first_column
+            and num_new == step.query_length
+            and step.num_columns == self.table.num_columns
+            and num_new > 0
+        )
+
+    def _truncate(self, num_columns: int, first_kept_column: int | None) -> None:
+        self.table.crop(num_columns, first_kept_column)
+        self.lengths = {idx: min(length, num_columns) for idx, length in self.lengths.items()}
+        self.step = self._undo = None
+
+
+def unfinished_pass(layers: list[int], num_columns: int) -> CacheStateError:
+    """The error for layers that have not been given what the others have."""
+    return CacheStateError(
+        f"layers {layers} have not been given the same tokens as the other layers of their group, which hold "
+        f"{num_columns}: an earlier forward pass stopped half-way. Call `cache.rollback()` to take that pass back, "
+        "then go on from there, or `cache.reset()`."
+    )

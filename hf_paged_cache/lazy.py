@@ -1,0 +1,163 @@
+"""Tensors that stand for something not computed yet, and become it as soon as an operation reads them."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from hf_paged_kernels import StepMetadata
+from torch.utils._pytree import tree_map_only
+
+from hf_paged_cache.errors import CacheStateError
+from hf_paged_cache.pool import LayerPool
+from hf_paged_cache.tables import BlockTable
+
+logger = logging.getLogger(__name__)
+
+GATHER_HINT = (
+    "This attention implementation reads a PagedCache by copying it out of its blocks: right, but slower than "
+    'attention that reads the blocks in place. Use attn_implementation="hf_paged" in `from_pretrained`, or '
+    'model.set_attn_implementation("hf_paged").'
+)
+
+GRADIENT_HINT = (
+    "A PagedCache stores keys and values without their graph: gradients flow through the tokens of this forward pass, "
+    "not through cached ones. Use `torch.no_grad()` if you need none, or train without a cache."
+)
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor with a shape, dtype and device but no data; any operation on it works on `materialize()` instead.
+
+    Shape and the like are answered without computing anything, so that model code may look at them freely.
+    """
+
+    @classmethod
+    def make(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> "LazyTensor":
+        """A tensor of that look; subclasses add what they need to compute it."""
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+    def materialize(self) -> torch.Tensor:
+        """The dense tensor, computed at most once."""
+        raise NotImplementedError
+
+    def read_by(self, func: Callable) -> torch.Tensor:
+        """What stands in for this tensor as an argument of `func`."""
+        return self.materialize()
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map_only(LazyTensor, lambda lazy: lazy.read_by(func), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        return self.materialize().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.materialize().__reduce_ex__(protocol)
+
+
+@dataclass(frozen=True, eq=False)
+class KVSource:
+    """Where the keys and values of one layer in one forward pass are.
+
+    Attributes:
+        pool: the blocks of the layer.
+        step: the forward pass.
+        table: the block table that the step was taken from.
+        generation: `table.generation` then.
+        first_column: first column that the layer shows; later than 0 in windowed layers.
+        is_chunked: whether the layer attends within chunks of its window instead of a sliding one.
+    """
+
+    pool: LayerPool
+    step: StepMetadata
+    table: BlockTable
+    generation: int
+    first_column: int
+    is_chunked: bool
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the blocks still hold what they held at the time of the step."""
+        return self.table.generation == self.generation
+
+
+class LazyKV(LazyTensor):
+    """Keys or values of one layer, `[batch, num_kv_heads, columns, dim]`, still in their blocks.
+
+    Attention that knows blocks reads them in place, through `source`. Any other operation copies them out, which is
+    right with every attention implementation, only slower. Columns that are leading padding read as zero.
+
+    It is valid for the forward pass it comes from: until the blocks it reads are given back or rewritten.
+
+    Attributes:
+        source: where the data are.
+        new: keys or values of the new tokens, `[batch, num_kv_heads, query_length, dim]`; `None` outside a step.
+    """
+
+    source: KVSource
+    new: torch.Tensor | None
+
+    @classmethod
+    def of(cls, source: KVSource, part: Literal["key", "value"], new: torch.Tensor | None) -> "LazyKV":
+        """The keys or the values of `source`."""
+        geometry, step = source.pool.geometry, source.step
+        dim, dtype = getattr(geometry, f"{part}_dim"), getattr(geometry, f"{part}_dtype")
+        shape = (step.batch, geometry.num_kv_heads, step.num_columns - source.first_column, dim)
+        lazy = cls.make(shape, dtype, geometry.device)
+        lazy.source = source
+        lazy.new = new
+        lazy._read = source.pool.read_key if part == "key" else source.pool.read_value
+        lazy._dense = None
+        return lazy
+
+    def materialize(self) -> torch.Tensor:
+        if self._dense is None:
+            self._dense = self._gather()
+        return self._dense
+
+    def read_by(self, func: Callable) -> torch.Tensor:
+        hint_once(GATHER_HINT)
+        return self.materialize()
+
+    def with_gradients(self) -> torch.Tensor:
+        """The dense tensor, through which gradients flow to the new tokens; the cached ones are constants."""
+        num_past = self.shape[2] - self.new.shape[2]
+        if num_past == 0:
+            return self.new
+        hint_once(GRADIENT_HINT)
+        return torch.cat([self.materialize()[:, :, :num_past], self.new], dim=2)
+
+    def _gather(self) -> torch.Tensor:
+        source, step = self.source, self.source.step
+        if self.new is not None and self.new.shape[2] == self.shape[2]:
+            return self.new
+        if not source.is_current:
+            raise CacheStateError(
+                "these keys and values belong to an earlier forward pass, and the blocks they were in have been given "
+                "back or rewritten since. Read them in the pass that returned them, or keep a copy with `.clone()`."
+            )
+        # A codec that loses bits still lets the new tokens be attended to exactly.
+        stored_only = self.new is None or (step.new_tokens_stored and source.pool.codec.is_exact)
+        last_column = step.num_columns if stored_only else step.first_column
+        geometry = source.pool.geometry
+        index = step.column_index(source.first_column, last_column, geometry.num_kv_heads, geometry.device)
+        stored = self._read(index)
+        return stored if stored_only else torch.cat([stored, self.new], dim=2)
+
+
+_hints_given: set[str] = set()
+
+
+def hint_once(message: str) -> None:
+    """Logs `message` as a warning, the first time in a process."""
+    if message not in _hints_given:
+        _hints_given.add(message)
+        logger.warning(message)

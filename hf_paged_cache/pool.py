@@ -1,0 +1,193 @@
+"""The blocks of one layer group as memory: the tensors of each layer, and how they grow together."""
+
+import numpy as np
+import torch
+from hf_paged_kernels import KVBlocks, StepMetadata, TokenIndex, copy_blocks
+
+from hf_paged_cache.blocks import BlockAllocator
+from hf_paged_cache.budget import MemoryBudget
+from hf_paged_cache.codecs import Codec, Geometry
+from hf_paged_cache.errors import OutOfBlocks
+
+# Without a limit a pool grows by a sixteenth at least. That bounds what is allocated and not used, and still copies
+# each token only 16 times on average, little beside the reads of one decode step over the same context.
+GROWTH = 16
+
+
+class LayerPool:
+    """The tensors that hold all blocks of one layer. It knows blocks, no sequences.
+
+    Args:
+        codec: how tokens are stored.
+        geometry: shape, dtypes and device of the layer's keys and values.
+        block_size: tokens a block.
+        num_blocks: blocks to begin with, the null block included.
+    """
+
+    def __init__(self, codec: Codec, geometry: Geometry, block_size: int, num_blocks: int) -> None:
+        self.codec = codec
+        self.geometry = geometry
+        self.block_size = block_size
+        self.block_bytes = codec.block_bytes(geometry, block_size)
+        self.blocks: KVBlocks = codec.allocate(geometry, block_size, num_blocks)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.blocks.num_blocks * self.block_bytes
+
+    def grow(self, num_blocks: int) -> None:
+        """Moves the blocks into larger tensors; while it runs, both are held."""
+        larger = self.codec.allocate(self.geometry, self.block_size, num_blocks)
+        for new, old in zip(larger.planes, self.blocks.planes, strict=True):
+            new[: old.shape[0]].copy_(old)
+        self.blocks = larger
+
+    @torch.no_grad()
+    def write(self, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:
+        """Stores the new tokens `[batch, num_kv_heads, query_length, dim]` of a step."""
+        self.codec.write(self.blocks, key.detach(), value.detach(), step)
+
+    def read_key(self, index: TokenIndex) -> torch.Tensor:
+        """Keys `[batch, num_kv_heads, tokens, key_dim]`, zero for tokens not stored."""
+        return self.codec.read_key(self.blocks, index)
+
+    def read_value(self, index: TokenIndex) -> torch.Tensor:
+        """Values `[batch, num_kv_heads, tokens, value_dim]`, zero for tokens not stored."""
+        return self.codec.read_value(self.blocks, index)
+
+
+class GroupPool:
+    """The blocks of a layer group: one allocator, and the pool of each layer, all with the same block ids.
+
+    A cache and its forks share it; each has a block table of its own over it.
+
+    Args:
+        codec: how tokens are stored.
+        block_size: tokens a block.
+        expected_layers: layers that will join. Their pools appear with the first keys, so until then the bytes of a
+            block are reckoned from the layers that are there.
+        budget: the bytes of all groups together.
+        max_blocks: blocks that the group may hold, allocated at once; `None` for no such limit.
+        is_only_group: no other group shares the budget, so that all of it is allocated at once.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        block_size: int,
+        expected_layers: int,
+        budget: MemoryBudget,
+        *,
+        max_blocks: int | None = None,
+        is_only_group: bool = True,
+    ) -> None:
+        self.allocator = BlockAllocator()
+        self.layers: dict[int, LayerPool] = {}
+        self.copies = 0
+        self._codec = codec
+        self._block_size = block_size
+        self._expected_layers = expected_layers
+        self._budget = budget
+        self._max_blocks = max_blocks
+        self._is_only_group = is_only_group
+
+    def __del__(self) -> None:
+        if hasattr(self, "layers"):
+            self._budget.remove(self.num_bytes)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers of the group."""
+        known = [layer.block_bytes for layer in self.layers.values()]
+        missing = max(self._expected_layers - len(known), 0)
+        return sum(known) + missing * (known[-1] if known else 0)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.num_bytes for layer in self.layers.values())
+
+    def layer(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> LayerPool:
+        """The pool of a layer, made for the shape of `key` and `value` when it is first asked for.
+
+        Raises:
+            OutOfBlocks: the memory limit leaves no room for the layer.
+        """
+        pool = self.layers.get(layer_idx)
+        if pool is None:
+            geometry = Geometry.of(key, value)
+            num_blocks = self.allocator.num_blocks
+            num_bytes = num_blocks * self._codec.block_bytes(geometry, self._block_size)
+            if self._budget.remaining is not None and num_bytes > self._budget.remaining:
+                raise self._out_of_blocks(num_blocks - 1)
+            pool = LayerPool(self._codec, geometry, self._block_size, num_blocks)
+            self._budget.add(num_bytes)
+            self.layers[layer_idx] = pool
+        return pool
+
+    def allocate(self, count: int) -> np.ndarray:
+        """Takes `count` blocks, int32 `[count]`: free ones, then evicted ones, then new ones.
+
+        Raises:
+            OutOfBlocks: the limits do not allow that many. Nothing has changed then.
+        """
+        if count:
+            missing = count - self.allocator.num_available
+            if missing > 0:
+                self._grow(count, missing)
+        return self.allocator.allocate(count)
+
+    def copy(self, copies: list[tuple[int, int]]) -> None:
+        """Copies whole blocks `(source, target)` in every layer."""
+        if copies:
+            sources, targets = zip(*copies, strict=True)
+            for layer in self.layers.values():
+                copy_blocks(layer.blocks, sources, targets)
+            self.copies += len(copies)
+
+    def _grow(self, needed: int, missing: int) -> None:
+        present = self.allocator.num_blocks
+        allowed = self._allowed_blocks()
+        if allowed is not None and present + missing > allowed:
+            raise self._out_of_blocks(needed)
+        if allowed is not None and (self._max_blocks is not None or self._is_only_group):
+            target = allowed
+        else:
+            target = present + max(missing, present // GROWTH)
+            target = target if allowed is None else min(target, allowed)
+        # Layer by layer, so that at most one layer is held twice.
+        for layer in self.layers.values():
+            old_bytes = layer.num_bytes
+            if layer.blocks.num_blocks >= target:
+                continue  # moved by an attempt that ran out of memory at a later layer
+            self._budget.add(target * layer.block_bytes)
+            try:
+                layer.grow(target)
+            except BaseException:
+                self._budget.remove(target * layer.block_bytes)
+                raise
+            self._budget.remove(old_bytes)
+        self.allocator.grow(target)
+
+    def _allowed_blocks(self) -> int | None:
+        """Blocks that the group may hold now, the null block included; `None` for no limit."""
+        limits = []
+        if self._max_blocks is not None:
+            limits.append(self._max_blocks + 1)
+        if self._budget.remaining is not None and self.block_bytes:
+            # While a layer is moved its old tensors are still there.
+            moving = max(layer.num_bytes for layer in self.layers.values()) if self.allocator.num_blocks > 1 else 0
+            limits.append((self._budget.remaining + self.num_bytes - moving) // self.block_bytes)
+        return min(limits) if limits else None
+
+    def _out_of_blocks(self, needed: int) -> OutOfBlocks:
+        if self._max_blocks is not None:
+            limit = f"num_blocks={self._max_blocks} allows no more"
+        else:
+            limit = f"memory={self._budget.limit:,} bytes allows no more ({self._budget.allocated:,} are allocated)"
+        return OutOfBlocks(
+            needed=needed,
+            free=self.allocator.num_available,
+            total=self.allocator.num_blocks - 1,
+            block_bytes=self.block_bytes,
+            limit=limit,
+        )

@@ -1,0 +1,50 @@
+"""What a cache holds, in numbers."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """A snapshot of a cache. Blocks and bytes are of its pools, which its forks share.
+
+    Attributes:
+        rows: sequences of this cache.
+        tokens: columns that every row has, padding included (`get_seq_length`).
+        block_size: tokens a block.
+        blocks_total: blocks of all layer groups, null blocks left out.
+        blocks_used: blocks that some row holds, also of a fork.
+        blocks_free: blocks that hold nothing.
+        blocks_reusable: blocks that no row holds but whose content is still known.
+        bytes_allocated: bytes of the tensors.
+        bytes_used: bytes of the used blocks.
+        bytes_peak: most bytes that were allocated at one time, copies made while growing included.
+        tail_waste_bytes: bytes of this cache's used blocks in which no token of its rows lies.
+        copies: blocks copied because a row wrote into a block that others hold (copy-on-write).
+        evictions: reusable blocks that were taken back.
+        hits: tokens that were found in the prefix index instead of being computed.
+    """
+
+    rows: int
+    tokens: int
+    block_size: int
+    blocks_total: int
+    blocks_used: int
+    blocks_free: int
+    blocks_reusable: int
+    bytes_allocated: int
+    bytes_used: int
+    bytes_peak: int
+    tail_waste_bytes: int
+    copies: int
+    evictions: int
+    hits: int
+
+
+def format_bytes(num_bytes: int) -> str:
+    """`num_bytes` for a person: `"1.5 MiB"`."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"

@@ -1,0 +1,21 @@
+"""Attention over a paged KV cache, as plain functions on tensors.
+
+The package knows blocks, steps and tensors; it imports neither transformers nor `hf_paged_cache`.
+"""
+
+from hf_paged_kernels.layout import KVBlocks, TokenIndex, gather_tokens
+from hf_paged_kernels.reference import dense_attention, paged_attention
+from hf_paged_kernels.step import DeviceStep, StepMetadata
+from hf_paged_kernels.write import copy_blocks, write_kv
+
+__all__ = [
+    "DeviceStep",
+    "KVBlocks",
+    "StepMetadata",
+    "TokenIndex",
+    "copy_blocks",
+    "dense_attention",
+    "gather_tokens",
+    "paged_attention",
+    "write_kv",
+]

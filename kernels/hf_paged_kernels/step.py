@@ -1,0 +1,177 @@
+"""What is the same for every layer of a group in one forward pass."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from hf_paged_kernels.layout import TokenIndex
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceStep:
+    """The part of a step that kernels read, on their device. All int32, views of one upload.
+
+    Attributes:
+        block_table: `[batch, max_blocks]`, logical block -> block id; 0 where there is nothing to read.
+        seq_lens: `[batch]`, tokens of each row, those of this step included.
+        slot_mapping: `[batch, query_length]`, the slot of each new token; -1 if it is not stored.
+    """
+
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+class StepMetadata:
+    """Block table, lengths and slots of one forward pass, computed once and shared by the layers of a group.
+
+    The caller sees columns: every row of the batch has `num_columns` of them, and the last `query_length` are new.
+    The blocks hold tokens: row `b` starts at column `padding[b]`, so its token `t` is column `padding[b] + t`, and
+    leading padding is nowhere. New column `i` is token `seq_lens[b] - query_length + i`, negative for padding.
+
+    Everything stands on the host, so that decisions need no wait for a device. `on(device)` uploads what kernels
+    read; what a backend derives from a step (indices, masks) it keeps with `memo`.
+
+    Args:
+        block_table: int32 `[batch, max_blocks]`; 0 (the null block) where nothing may be read.
+        seq_lens: int32 `[batch]`, tokens of each row after this step.
+        padding: int32 `[batch]`, leading columns of each row that are not tokens.
+        slots: int32 `[batch, query_length]`, `block id * block_size + offset` of each new column, -1 if not stored.
+        num_columns: columns after this step.
+        block_size: tokens a block.
+        new_tokens_stored: whether all new tokens have a slot, so that attention may read them from the blocks.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_table: np.ndarray,
+        seq_lens: np.ndarray,
+        padding: np.ndarray,
+        slots: np.ndarray,
+        num_columns: int,
+        block_size: int,
+        new_tokens_stored: bool,
+    ) -> None:
+        self.block_table = block_table
+        self.seq_lens = seq_lens
+        self.padding = padding
+        self.slots = slots
+        self.num_columns = num_columns
+        self.block_size = block_size
+        self.new_tokens_stored = new_tokens_stored
+        self.batch, self.query_length = slots.shape
+        self._memo: dict[Any, Any] = {}
+
+    @property
+    def first_column(self) -> int:
+        """Columns before this step."""
+        return self.num_columns - self.query_length
+
+    @cached_property
+    def max_seq_len(self) -> int:
+        return int(self.seq_lens.max())
+
+    @cached_property
+    def past_lens(self) -> np.ndarray:
+        """int32 `[batch]`, tokens of each row before this step."""
+        return np.maximum(self.seq_lens - self.query_length, 0)
+
+    @cached_property
+    def has_past(self) -> bool:
+        return bool(self.past_lens.any())
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether all rows have the same number of tokens and no new column is padding."""
+        return bool((self.seq_lens == self.seq_lens[0]).all()) and int(self.seq_lens[0]) >= self.query_length
+
+    @cached_property
+    def has_empty_queries(self) -> bool:
+        """Whether some new column is leading padding, which attends to nothing."""
+        return bool((self.seq_lens < self.query_length).any())
+
+    def memo(self, key: Any, compute: Callable[[], T]) -> T:
+        """`compute()`, done once a step for each `key`."""
+        try:
+            return self._memo[key]
+        except KeyError:
+            value = self._memo[key] = compute()
+            return value
+
+    def on(self, device: torch.device) -> DeviceStep:
+        """The step on `device`, uploaded at most once."""
+        return self.memo(("device", device), lambda: self._upload(device))
+
+    def slots_of(self, tokens: np.ndarray) -> np.ndarray:
+        """Slots of stored tokens.
+
+        Args:
+            tokens: int `[batch or 1, n]`, token numbers; negative for padding.
+
+        Returns:
+            int64 `[batch, n]`, -1 where a row does not hold the token.
+        """
+        blocks = np.clip(tokens // self.block_size, 0, self.block_table.shape[1] - 1)
+        blocks = np.broadcast_to(blocks, (self.batch, tokens.shape[1]))
+        block_ids = np.take_along_axis(self.block_table, blocks, axis=1).astype(np.int64)
+        present = (tokens >= 0) & (tokens < self.seq_lens[:, None]) & (block_ids != 0)
+        return np.where(present, block_ids * self.block_size + tokens % self.block_size, -1)
+
+    def column_index(self, first_column: int, last_column: int, num_kv_heads: int, device: torch.device) -> TokenIndex:
+        """Index of the columns `first_column..last_column - 1`, for `gather_tokens`."""
+        columns = np.arange(first_column, last_column)[None]
+        return self._token_index(
+            ("columns", first_column, last_column), columns - self.padding[:, None], num_kv_heads, device
+        )
+
+    def token_index(self, first: int, last: int, num_kv_heads: int, device: torch.device) -> TokenIndex:
+        """Index of the tokens `first..last - 1` of every row, for `gather_tokens`."""
+        return self._token_index(("tokens", first, last), np.arange(first, last)[None], num_kv_heads, device)
+
+    def write_index(self, num_kv_heads: int, device: torch.device) -> TokenIndex:
+        """Index of the new columns, for `write_kv`."""
+        return self.memo(
+            ("write", num_kv_heads, device),
+            lambda: TokenIndex.from_slots(self.slots.astype(np.int64), num_kv_heads, self.block_size, device),
+        )
+
+    def block_ids(self, first: int, last: int, device: torch.device) -> torch.Tensor | slice:
+        """Ids of the logical blocks `first..last - 1` of all rows, row by row.
+
+        Returns:
+            A slice of the pool if the ids follow each other, so that the blocks can be read in place; else int64
+            `[batch * (last - first)]`.
+        """
+        return self.memo(("blocks", first, last, device), lambda: self._block_ids(first, last, device))
+
+    def _token_index(
+        self, key: tuple[str, int, int], tokens: np.ndarray, num_kv_heads: int, device: torch.device
+    ) -> TokenIndex:
+        return self.memo(
+            (*key, num_kv_heads, device),
+            lambda: TokenIndex.from_slots(self.slots_of(tokens), num_kv_heads, self.block_size, device),
+        )
+
+    def _block_ids(self, first: int, last: int, device: torch.device) -> torch.Tensor | slice:
+        ids = self.block_table[:, first:last].reshape(-1).astype(np.int64)
+        if (np.diff(ids) == 1).all():
+            return slice(int(ids[0]), int(ids[0]) + len(ids))
+        return torch.from_numpy(ids).to(device)
+
+    def _upload(self, device: torch.device) -> DeviceStep:
+        parts = (self.block_table, self.seq_lens, self.slots)
+        packed = torch.from_numpy(np.concatenate([part.reshape(-1) for part in parts], dtype=np.int32))
+        if device.type == "cuda":
+            packed = packed.pin_memory()
+        packed = packed.to(device, non_blocking=True)
+        views = [
+            view.view(part.shape) for view, part in zip(packed.split([part.size for part in parts]), parts, strict=True)
+        ]
+        return DeviceStep(*views)

@@ -1,0 +1,309 @@
+"""The ways people call `generate`, each as a function of a model, its inputs and a cache.
+
+A mode returns named tensors, so that two caches can be compared: integer tensors must be equal, floating-point ones
+close. Whatever is random in a mode is seeded inside it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.generation.streamers import BaseStreamer
+
+from tests.compat import generate
+
+Inputs = Mapping[str, Tensor]
+Result = dict[str, Tensor]
+
+NEW_TOKENS = 24
+TURN_LENGTH = 5
+# What an image needs only once: it is in the cache from the second turn on.
+FIRST_TURN_ONLY = {
+    "pixel_values",
+    "image_grid_thw",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "aspect_ratio_ids",
+    "aspect_ratio_mask",
+    "cross_attention_mask",
+}
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to call `generate`.
+
+    `lengths` are the prompt lengths of its runs with a batch of one row; `batched` says whether it also takes a
+    left-padded batch; `eager_only` that transformers offers it under eager attention alone.
+    """
+
+    name: str
+    run: Callable[[PreTrainedModel, Inputs, Cache | None], Result]
+    lengths: tuple[int, ...] = (17,)
+    batched: bool = True
+    eager_only: bool = False
+
+
+def prompt_names(model: PreTrainedModel) -> tuple[str, str]:
+    """The names of the token ids that `generate` continues, and of their mask."""
+    prefix = "decoder_" if model.config.is_encoder_decoder else ""
+    return prefix + "input_ids", prefix + "attention_mask"
+
+
+def whole_sequences(model: PreTrainedModel, inputs: Inputs, sequences: Tensor) -> Tensor:
+    """Prompt and answer, `[batch, prompt + new]`, also where `generate` returns the answer alone (Whisper)."""
+    prompt = inputs[prompt_names(model)[0]]
+    if sequences.shape[1] == NEW_TOKENS:
+        return torch.cat([prompt, sequences], dim=1)
+    return sequences
+
+
+def next_turn(model: PreTrainedModel, inputs: Inputs, sequences: Tensor, seed: int) -> dict[str, Tensor]:
+    """The inputs of a next turn: all of `sequences`, then `TURN_LENGTH` new tokens, with the mask of both."""
+    ids_name, mask_name = prompt_names(model)
+    batch = sequences.shape[0]
+    generator = torch.Generator().manual_seed(seed)
+    message = torch.randint(8, 128, (batch, TURN_LENGTH), generator=generator)
+    ids = torch.cat([sequences, message], dim=1)
+    mask = inputs[mask_name]
+    mask = torch.cat([mask, mask.new_ones(batch, ids.shape[1] - mask.shape[1])], dim=1)
+    rest = {name: tensor for name, tensor in inputs.items() if name not in FIRST_TURN_ONLY}
+    return {**rest, ids_name: ids, mask_name: mask}
+
+
+def first_turn(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> dict[str, Tensor]:
+    """Answer a first prompt into `cache` and return the inputs of the second turn."""
+    answer = generate(model, inputs, cache, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return next_turn(model, inputs, whole_sequences(model, inputs, answer), seed=1)
+
+
+def greedy(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
+    return {"sequences": generate(model, inputs, cache, max_new_tokens=NEW_TOKENS, do_sample=False)}
+
+
+def sample(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
+    torch.manual_seed(0)
+    sequences = generate(
+        model, inputs, cache, max_new_tokens=NEW_TOKENS, do_sample=True, top_k=0, num_return_sequences=2
+    )
+    return {"sequences": sequences}
+
+
+def beam_search(model: PreTrainedModel, inputs: Inputs, cache: Cache | None, returned: int = 1) -> Result:
+    output = generate(
+        model,
+        inputs,
+        cache,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        num_beams=4,
+        num_return_sequences=returned,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    return {
+        "sequences": output.sequences,
+        "sequences_scores": output.sequences_scores,
+        "beam_indices": output.beam_indices,
+    }
+
+
+def beam_search_returning_three(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
+    return beam_search(model, inputs, cache, returned=3)
+
+
+@lru_cache(maxsize=2)
+def draft_of(model: PreTrainedModel, noise: float) -> PreTrainedModel:
+    """A draft for `model`: a copy whose weights are off by `noise` of their own spread, so that it is right at times."""
+    draft = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            if parameter.dim() > 1:
+                spread = noise * parameter.std()
+                parameter.add_(spread * torch.randn(parameter.shape, generator=generator))
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    draft.generation_config.num_assistant_tokens = 4
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    return draft
+
+
+def assisted(model: PreTrainedModel, inputs: Inputs, cache: Cache | None, noise: float) -> Result:
+    sequences = generate(
+        model,
+        inputs,
+        cache,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        assistant_model=draft_of(model, noise),
+    )
+    return {"sequences": sequences}
+
+
+def assisted_by_equal_draft(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
+    return assisted(model, inputs, cache, noise=0.0)
+
+
+def assisted_by_weak_draft(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
+    return assisted(model, inputs, cache, noise=0.1)
+
+
+def prompt_lookup(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
+    sequences = generate(
+        model,
+        inputs,
+        cache,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        prompt_lookup_num_tokens=4,
+        max_matching_ngram_size=1,
+    )
+    return {"sequences": sequences}
+
+
+def chunked_prefill(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
+    sequences = generate(
+        model, inputs, cache, max_new_tokens=NEW_TOKENS, do_sample=False, prefill_chunk_size=7
+    )
+    return {"sequences": sequences}
+
+
+def warm_full_ids(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
+    return greedy(model, first_turn(model, inputs, cache), cache)
+
+
+def warm_new_ids(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
+    turn = first_turn(model, inputs, cache)
+    ids_name, _ = prompt_names(model)
+    # The last token of an answer is not in the cache yet: nothing followed it.
+    turn[ids_name] = turn[ids_name][:, -TURN_LENGTH - 1 :]
+    return greedy(model, turn, cache)
+
+
+def warm_embeddings(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
+    turn = first_turn(model, inputs, cache)
+    turn["inputs_embeds"] = model.get_input_embeddings()(turn.pop("input_ids")).detach()
+    return greedy(model, turn, cache)
+
+
+def chat(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
+    answers: Result = {}
+    turn = dict(inputs)
+    for number in range(3):
+        sequences = greedy(model, turn, cache)["sequences"]
+        answers[f"sequences {number}"] = sequences
+        turn = next_turn(model, turn, whole_sequences(model, turn, sequences), seed=number)
+    return answers
+
+
+def scores_and_logits(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
+    output = generate(
+        model,
+        inputs,
+        cache,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        repetition_penalty=1.5,
+        return_dict_in_generate=True,
+        output_scores=True,
+        output_logits=True,
+    )
+    return {
+        "sequences": output.sequences,
+        "scores": torch.stack(output.scores),
+        "logits": torch.stack(output.logits),
+    }
+
+
+def attention_weights(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
+    output = generate(
+        model,
+        inputs,
+        cache,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_attentions=True,
+    )
+    steps = output.decoder_attentions if model.config.is_encoder_decoder else output.attentions
+    result = {"sequences": output.sequences}
+    for step, layers in enumerate(steps):
+        for layer, weights in enumerate(layers):
+            if weights is not None:
+                # The last query is a token of every row; earlier ones may be padding, whose weights mean nothing.
+                result[f"step {step} layer {layer}"] = weights[:, :, -1]
+    return result
+
+
+class TokenCollector(BaseStreamer):
+    """Keeps what is streamed to it."""
+
+    def __init__(self) -> None:
+        self.tokens: list[Tensor] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        self.tokens.append(value.flatten())
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def streamed(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
+    collector = TokenCollector()
+    sequences = generate(
+        model, inputs, cache, max_new_tokens=NEW_TOKENS, do_sample=False, streamer=collector
+    )
+    return {
+        "sequences": sequences,
+        "streamed": torch.cat(collector.tokens),
+        "ended": torch.tensor(collector.ended),
+    }
+
+
+@lru_cache(maxsize=1)
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Token i is the word `w<i>`."""
+    words = {f"w{index}": index for index in range(128)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")))
+
+
+def stop_strings(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
+    sequences = generate(
+        model,
+        inputs,
+        cache,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        stop_strings=["7"],
+        tokenizer=word_tokenizer(),
+    )
+    return {"sequences": sequences}
+
+
+MODES = (
+    Mode("greedy", greedy, lengths=(1, 15, 16, 17, 40)),
+    Mode("sampling", sample),
+    Mode("beam search", beam_search, lengths=(17, 40)),
+    Mode("beam search, 3 returned", beam_search_returning_three),
+    Mode("assisted, equal draft", assisted_by_equal_draft, lengths=(15,), batched=False),
+    Mode("assisted, weak draft", assisted_by_weak_draft, lengths=(15, 40), batched=False),
+    Mode("prompt lookup", prompt_lookup, lengths=(40,), batched=False),
+    Mode("chunked prefill", chunked_prefill, lengths=(40,)),
+    Mode("warm cache, all ids", warm_full_ids),
+    Mode("warm cache, new ids", warm_new_ids),
+    Mode("warm cache, embeddings", warm_embeddings),
+    Mode("three-turn chat", chat),
+    Mode("scores and logits", scores_and_logits),
+    Mode("attention weights", attention_weights, eager_only=True),
+    Mode("streamer", streamed),
+    Mode("stop strings", stop_strings),
+)
