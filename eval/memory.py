@@ -49,21 +49,23 @@ class CacheBytes:
     """Bytes of a cache after a call.
 
     used: of stored keys and values. allocated: with what is set aside to grow. peak: the most that was allocated at one
-    time. A cache without `stats()` allocates what it uses and only ever grows, so there the three are the same.
+    time. block_size: tokens a block. A cache without `stats()` allocates what it uses and only ever grows, so there the
+    three sizes are the same, and it has no blocks: 0.
     """
 
     used: int
     allocated: int
     peak: int
+    block_size: int
 
 
 def cache_bytes(cache: Cache) -> CacheBytes:
     """Reads the bytes from `cache.stats()` where there is one, and else adds up the storages that it holds."""
     if hasattr(cache, "stats"):
         stats = cache.stats()
-        return CacheBytes(stats.bytes_used, stats.bytes_allocated, stats.bytes_peak)
+        return CacheBytes(stats.bytes_used, stats.bytes_allocated, stats.bytes_peak, stats.block_size)
     held = sum(storage.nbytes() for storage in held_storages(cache).values())
-    return CacheBytes(held, held, held)
+    return CacheBytes(held, held, held, block_size=0)
 
 
 class LiveBytes(TorchDispatchMode):

@@ -41,7 +41,8 @@ SECTIONS: dict[str, tuple[str, str, tuple[Column, ...]]] = {
     "decode": (
         "Greedy decoding",
         "MiB: keys and values after the last step. peak MiB: the most that the cache had allocated. step MiB: what one "
-        "step needs beyond the cache while it runs, the model's own activations included. Under sdpa, PagedCache gathers its blocks for the attention.",
+        "step needs beyond the cache while it runs, the model's own activations included. Under sdpa, PagedCache "
+        "gathers its blocks for the attention.",
         (
             _CONTEXT,
             ("batch", _number("batch")),
@@ -77,7 +78,8 @@ SECTIONS: dict[str, tuple[str, str, tuple[Column, ...]]] = {
     ),
     "padding": (
         "Left-padded batch",
-        "x real: MiB divided by what DynamicCache holds for the same rows one at a time, without padding.",
+        "x real: MiB divided by what DynamicCache holds for the same rows one at a time, without padding. less blocks: "
+        "the same after taking off one block a row, the most that a row's last block can waste.",
         (
             ("longest", _number("context")),
             ("rows", _number("batch")),
@@ -87,20 +89,21 @@ SECTIONS: dict[str, tuple[str, str, tuple[Column, ...]]] = {
             _STEP_RATIO,
             *_BYTES,
             ("real MiB", _mebibytes("bytes_real")),
-            ("x real", _number("bytes_real_ratio", 3)),
+            ("x real", _number("bytes_real_ratio", 2)),
+            ("less blocks", _number("bytes_real_ratio_less_blocks", 2)),
             _TOKENS,
         ),
     ),
     "bookkeeping": (
         "Bookkeeping: the cache's own code in a decode step, one layer, no model, no attention",
-        "Microseconds a step; the mean has the steps in which a row gets a new block.",
+        "Microseconds: median step; median of the steps in which every row gets a new block; mean.",
         (
             _CONTEXT,
             ("batch", _number("batch")),
             _CACHE,
             ("us/step", _number("step_us", 1)),
+            ("new block", _number("step_us_new_block", 1)),
             ("mean", _number("step_us_mean", 1)),
-            ("99th percentile", _number("step_us_p99", 1)),
             _STEP_RATIO,
         ),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from memory import CacheBytes, LiveBytes, cache_bytes
 from prompts import text_prompts
 from timing import Call, interleave, median_ratio, timed_generate
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
-from variants import BASELINE, FORKED, VARIANTS, Inputs, Variant, cache_argument, plain_greedy
+from variants import BASELINE, FORKED, VARIANTS, Inputs, Variant, cache_argument, plain_generation
 
 BEAMS = 4
 SHORTEST_PADDED = 64
@@ -107,6 +107,7 @@ def summary(case: Case, variant: Variant, samples: Sequence[Sample], baseline: S
 
     prefill_seconds = median(lambda sample: sample.call.prefill_seconds)
     step_seconds = median(lambda sample: sample.step_seconds)
+    held = samples[-1].bytes
     row = {
         "section": case.section,
         "cache": variant.name,
@@ -124,8 +125,11 @@ def summary(case: Case, variant: Variant, samples: Sequence[Sample], baseline: S
         "decode_tokens_per_second": len(case.lengths) / step_seconds,
         "call_seconds": median(lambda sample: sample.call.total_seconds),
         "call_ratio": ratio(lambda sample: sample.call.total_seconds),
-        **{f"bytes_{name}": value for name, value in asdict(samples[-1].bytes).items()},
-        "bytes_ratio": samples[-1].bytes.used / baseline[-1].bytes.used,
+        "bytes_used": held.used,
+        "bytes_allocated": held.allocated,
+        "bytes_peak": held.peak,
+        "bytes_ratio": held.used / baseline[-1].bytes.used,
+        "block_size": held.block_size,
         "step_transient_bytes": samples[-1].transient_bytes,
         "tokens_equal": first_difference(samples[-1].call.tokens, baseline[-1].call.tokens) is None,
     }
@@ -177,12 +181,12 @@ class Bench:
         for name, samples in results.items():
             row = summary(case, variants[name], samples, baseline)
             if real_bytes is not None:
-                row |= {"bytes_real": real_bytes, "bytes_real_ratio": row["bytes_used"] / real_bytes}
+                row |= self._against_real_bytes(case, row, real_bytes)
             self.rows.append(row)
             self._compare(case, variants[name], samples[-1].call.tokens, baseline[-1].call.tokens)
 
     def _sample(self, variant: Variant, inputs: Inputs, new_tokens: int, beams: int) -> Sample:
-        with plain_greedy(self.model, variant.attn_implementation):
+        with plain_generation(self.model, variant.attn_implementation):
             call, cache = timed_generate(self.model, variant, inputs, new_tokens, beams)
             held = cache_bytes(cache)
             return Sample(call, held, step_transient_bytes(self.model, cache, inputs, beams))
@@ -192,7 +196,7 @@ class Bench:
         many tokens as the batch has after the call: the last new token is never put into a cache."""
         baseline = VARIANTS[BASELINE]
         total = 0
-        with plain_greedy(self.model, baseline.attn_implementation):
+        with plain_generation(self.model, baseline.attn_implementation):
             for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
                 real = ids[mask.bool()]
                 alone = torch.cat([real, real[-1:].expand(self.new_tokens - 1)])[None]
@@ -200,6 +204,16 @@ class Bench:
                 _, cache = timed_generate(self.model, baseline, alone_inputs, new_tokens=1)
                 total += cache_bytes(cache).used
         return total
+
+    def _against_real_bytes(self, case: Case, row: Row, real_bytes: int) -> Row:
+        """How much more than the real tokens' bytes are used, also without the block that a row may leave unfilled."""
+        real_tokens = sum(case.lengths) + len(case.lengths) * (self.new_tokens - 1)
+        last_blocks = len(case.lengths) * row["block_size"] * real_bytes / real_tokens
+        return {
+            "bytes_real": real_bytes,
+            "bytes_real_ratio": row["bytes_used"] / real_bytes,
+            "bytes_real_ratio_less_blocks": (row["bytes_used"] - last_blocks) / real_bytes,
+        }
 
     def _compare(self, case: Case, variant: Variant, tokens: torch.Tensor, expected: torch.Tensor) -> None:
         difference = first_difference(tokens, expected)

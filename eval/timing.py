@@ -82,7 +82,7 @@ def timed_generate(
     model: PreTrainedModel, variant: Variant, inputs: Inputs, new_tokens: int, beams: int = 1
 ) -> tuple[Call, Cache]:
     """Generates exactly `new_tokens` tokens with a new cache of this variant. The model must already run under the
-    variant's attention implementation, see `variants.plain_greedy`."""
+    variant's attention implementation, see `variants.plain_generation`."""
     clock = StepClock(model.device)
     gc.collect()
     start = now(model.device)
@@ -123,15 +123,20 @@ def interleave(
     """
     results: dict[str, list[Result]] = {name: [] for name in runs}
     failures: dict[str, str] = {}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            if name not in failures:
-                try:
-                    results[name].append(run())
-                except Exception as error:
-                    failures[name] = _reason(error)
-                    del results[name]
-            after_run()
+    # What is there already, all of torch and transformers, is no concern of the garbage collections in between.
+    gc.freeze()
+    try:
+        for _ in range(rounds):
+            for name, run in runs.items():
+                if name not in failures:
+                    try:
+                        results[name].append(run())
+                    except Exception as error:
+                        failures[name] = _reason(error)
+                        del results[name]
+                after_run()
+    finally:
+        gc.unfreeze()
     return results, failures
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +9,9 @@ from dataclasses import dataclass
 
 import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, QuantizedCache
+from transformers.utils import is_optimum_quanto_available
+
+from hf_paged_cache import PagedCache, prefill
 
 BASELINE = "dynamic"
 
@@ -44,14 +46,10 @@ def _quantized(model: PreTrainedModel, inputs: Inputs, beams: int) -> Cache:
 
 
 def _paged(model: PreTrainedModel, inputs: Inputs, beams: int) -> Cache:
-    from hf_paged_cache import PagedCache
-
     return PagedCache(model.config)
 
 
 def _forked(model: PreTrainedModel, inputs: Inputs, beams: int) -> Cache:
-    from hf_paged_cache import PagedCache, prefill
-
     cache = PagedCache(model.config)
     prefill(model, cache, **inputs)
     return cache.fork(beams)
@@ -72,7 +70,7 @@ FORKED = Variant("paged+fork", "PagedCache (prefill, fork)", "hf_paged", _forked
 
 def missing_requirement(name: str) -> str | None:
     """Why the variant `name` cannot run in this environment, or None if it can."""
-    if name == "quantized" and importlib.util.find_spec("optimum.quanto") is None:
+    if name == "quantized" and not is_optimum_quanto_available():
         return "optimum-quanto is not installed (pip install optimum-quanto)"
     return None
 
@@ -83,7 +81,7 @@ def cache_argument(model: PreTrainedModel) -> str:
 
 
 @contextmanager
-def plain_greedy(model: PreTrainedModel, attn_implementation: str) -> Iterator[None]:
+def plain_generation(model: PreTrainedModel, attn_implementation: str) -> Iterator[None]:
     """Switches the attention implementation, and drops what the model's generation config asks for (sampling,
     penalties, end-of-sequence tokens, a cache kind), so that every call makes the same number of steps. Both are
     restored on leaving."""

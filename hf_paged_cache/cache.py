@@ -214,9 +214,10 @@ class PagedCache(DynamicCache):
             CropError: the number is positive (the meaning it had before transformers 5.18 is gone), or tokens have
                 left a window and are needed again: call `activate_past_recording` first to keep them.
         """
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding passes a tensor
         if tokens_to_remove > 0:
             raise CropError(
-                f"crop({tokens_to_remove}): expected a negative number, the tokens to remove: crop(-{tokens_to_remove})"
+                f"crop({tokens_to_remove}): expected minus the number of tokens to remove, crop(-{tokens_to_remove})"
             )
         kept = [max(group.table.num_columns + tokens_to_remove, 0) for group in self._groups]
         for group, num_columns in zip(self._groups, kept, strict=True):

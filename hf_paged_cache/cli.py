@@ -7,9 +7,9 @@ import warnings
 import torch
 import transformers
 
-from . import demo
-from .errors import PagedCacheError
-from .small_model import load
+from hf_paged_cache import demo
+from hf_paged_cache.errors import PagedCacheError
+from hf_paged_cache.small_model import load
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,8 +17,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from . import PagedCache, prefill
-from .errors import InvalidArgumentError
+from hf_paged_cache import PagedCache, prefill
+from hf_paged_cache.errors import InvalidArgumentError, UnsupportedError
 
 NUM_BEAMS = 4
 WIDTH = 88
@@ -26,26 +26,27 @@ WIDTH = 88
 QUESTION = "Why do computers divide their memory into pages?"
 SHORT_QUESTIONS = ("What is a library?", "Name three animals that live in the sea, and say one thing about each.")
 LONG_TEXT = """\
-When a computer runs many programs at once, each program acts as if it owned one long and unbroken stretch of \
-memory. It does not. The operating system cuts the real memory into pages, all of one size, and keeps a page table \
-for every program. The table says which page of real memory stands behind which part of the stretch that the program \
-believes in. Pages are handed out only when they are needed, and they need not lie next to each other. If two programs \
-use the same library, both tables point to the same pages, and the library is kept only once. If one of them writes to \
-a shared page, the system first makes a copy of that one page, and the other program never notices.
+When a computer runs many programs at once, each program acts as if it owned one long and unbroken \
+stretch of memory. It does not. The operating system cuts the real memory into pages, all of one size, \
+and keeps a page table for every program. The table says which page of real memory stands behind which \
+part of the stretch that the program believes in. Pages are handed out only when they are needed, and \
+they need not lie next to each other. If two programs use the same library, both tables point to the \
+same pages, and the library is kept only once. If one of them writes to a shared page, the system first \
+makes a copy of that one page, and the other program never notices.
 
-A language model that writes a text meets the same problem. For every token that it has read it keeps a key and a \
-value in every layer, and at each step it looks at all of them. The usual way is to keep them in one long tensor and to \
-build a longer tensor at each step, which copies everything that was there before. If the model follows four possible \
-continuations at once, it keeps four such tensors, although the beginning of all four is the same. If several texts of \
-different lengths are continued together, the short ones are filled up to the length of the longest, and the filling \
-is stored as well.
+A language model that writes a text meets the same problem. For every token that it has read it keeps a \
+key and a value in every layer, and at each step it looks at all of them. The usual way is to keep them \
+in one long tensor and to build a longer tensor at each step, which copies everything that was there \
+before. If the model follows four possible continuations at once, it keeps four such tensors, although \
+the beginning of all four is the same. If several texts of different lengths are continued together, the \
+short ones are filled up to the length of the longest, and the filling is stored as well.
 
-A paged cache cuts the keys and values into blocks of equal size and keeps a block table for every text. A new token \
-goes into the free part of the last block, and a new block is taken when that one is full. Four continuations of one \
-beginning point to the same blocks, and only the blocks at the end, where they differ, are their own. When one \
-continuation is dropped, its blocks go back to the pool. Nothing of the history is moved or copied for any of this."""
+A paged cache cuts the keys and values into blocks of equal size and keeps a block table for every text. \
+A new token goes into the free part of the last block, and a new block is taken when that one is full. \
+Four continuations of one beginning point to the same blocks, and only the blocks at the end, where they \
+differ, are their own. When one continuation is dropped, its blocks go back to the pool. Nothing of the \
+history is moved or copied for any of this."""
 LONG_QUESTION = "Explain in two sentences what a paged cache does."
-
 
 Options = dict[str, object]
 Inputs = dict[str, torch.Tensor]
@@ -71,6 +72,9 @@ class Generation:
     sequences: torch.Tensor
     bytes_peak: int
     bytes_at_end: int
+
+
+Generate = Callable[[PreTrainedModel, Inputs, Options], Generation]
 
 
 @dataclass(frozen=True)
@@ -135,15 +139,12 @@ def run(
     """
     parts = _parts(prompt)
     inputs = [_encode(model, tokenizer, part.prompts, max_new_tokens) for part in parts]
-    print(
-        f"{type(model).__name__}, {model.num_parameters() / 1e6:,.0f} M parameters, {model.dtype}, {model.device}\n"
-        f"DynamicCache with {model.config._attn_implementation} attention, "
-        f"PagedCache with hf_paged attention and blocks of {block_size} tokens"
-    )
-    # Keeps the time of first calls (threads, kernels, memory) out of the first row.
-    model.generate(**inputs[0], **_options(max_new_tokens=2, num_beams=1))
-
     paged = partial(_with_paged_cache, block_size=block_size)
+    # Keeps what only first calls do (threads, kernels, memory) out of the figures.
+    for generate in (_with_dynamic_cache, paged):
+        generate(model, inputs[0], _options(max_new_tokens=2, num_beams=1))
+    print(_format_heading(model, block_size))
+
     comparisons = []
     with tqdm(unit="step", leave=False, disable=None) as bar:
         for part, encoded in zip(parts, inputs, strict=True):
@@ -171,7 +172,10 @@ def _parts(prompt: str | None) -> tuple[Part, ...]:
             title="Plain",
             prompts=(prompt or QUESTION,),
             num_beams=1,
-            lessons=("one sequence takes the same bytes in both, but for the unfilled rest of the last block",),
+            lessons=(
+                "One sequence takes the same bytes in both, but for the unfilled rest of the last block and the "
+                "blocks that the pools keep ready",
+            ),
         ),
         Part(
             title=f"{NUM_BEAMS} beams",
@@ -180,7 +184,7 @@ def _parts(prompt: str | None) -> tuple[Part, ...]:
             lessons=(
                 f"DynamicCache keeps the prompt {NUM_BEAMS} times; the {NUM_BEAMS} beams of PagedCache share the "
                 "prompt's blocks, from the first reorder on",
-                "with prefill and fork the prompt is computed and stored once, and shared from the start",
+                "With prefill and fork the prompt is computed and stored once, and shared from the start",
             ),
         ),
         Part(
@@ -217,16 +221,19 @@ def _encode(
 
 
 def _options(max_new_tokens: int, num_beams: int) -> Options:
-    return {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "do_sample": False}
-
-
-Generate = Callable[[PreTrainedModel, Inputs, Options], Generation]
+    return {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "do_sample": False, "use_cache": True}
 
 
 def _with_dynamic_cache(model: PreTrainedModel, inputs: Inputs, options: Options) -> Generation:
     cache = DynamicCache(config=model.config)
-    sequences = model.generate(**inputs, past_key_values=cache, **options)
-    sizes = [tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    try:
+        sequences = model.generate(**inputs, past_key_values=cache, **options)
+    except ValueError as error:
+        raise UnsupportedError(f"{type(model).__name__} does not generate with DynamicCache: {error}") from error
+    stored = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    sizes = [tensor.nbytes for tensor in stored if isinstance(tensor, torch.Tensor)]
+    if not sizes:
+        raise UnsupportedError(f"{type(model).__name__} keeps no keys and values: there is no cache to compare")
     # A concatenation or a reorder holds one tensor of one layer twice for a moment.
     return Generation(sequences, bytes_peak=sum(sizes) + max(sizes), bytes_at_end=sum(sizes))
 
@@ -271,11 +278,22 @@ def _until_end(tokens: list[int], ends: set[int | None]) -> list[int]:
     return tokens[:length]
 
 
+def _format_heading(model: PreTrainedModel, block_size: int) -> str:
+    with _attention(model, "hf_paged"):
+        # Models that bring their own attention code keep it, and the cache is then gathered for it.
+        paged_attention = model.config._attn_implementation
+    return (
+        f"{type(model).__name__}, {model.num_parameters() / 1e6:,.0f} M parameters, {model.dtype}, {model.device}\n"
+        f"DynamicCache with {model.config._attn_implementation} attention, "
+        f"PagedCache with {paged_attention} attention and blocks of {block_size} tokens"
+    )
+
+
 def _format_texts(comparison: Comparison, tokenizer: PreTrainedTokenizerBase) -> str:
     """Each prompt with its answer; with every cache's answer where they are not the same."""
     lines = ["", f"== {comparison.part.title} ".ljust(WIDTH, "=")]
     for index, prompt in enumerate(comparison.part.prompts):
-        lines.append("> " + textwrap.shorten(prompt, WIDTH - 2, placeholder=" ..."))
+        lines.append(f"> {_shorten(prompt)}")
         caches_of: dict[tuple[int, ...], list[str]] = {}
         for measurement in (comparison.dynamic, *comparison.paged):
             caches_of.setdefault(tuple(measurement.answers[index]), []).append(measurement.cache)
@@ -286,6 +304,15 @@ def _format_texts(comparison: Comparison, tokenizer: PreTrainedTokenizerBase) ->
             ]
             lines.append("  [every cache]" if len(caches_of) == 1 else f"  [{'; '.join(caches)}]")
     return "\n".join(lines)
+
+
+def _shorten(prompt: str) -> str:
+    """One line with the first words and, if it is long, the last words of a prompt."""
+    line = " ".join(prompt.split())
+    half = (WIDTH - len(">  ... ")) // 2
+    if len(line) <= 2 * half:
+        return line
+    return f"{line[:half].rpartition(' ')[0]} ... {line[-half:].partition(' ')[2]}"
 
 
 def _format_table(comparisons: Sequence[Comparison]) -> str:
@@ -308,16 +335,20 @@ def _format_table(comparisons: Sequence[Comparison]) -> str:
 def _format_lessons(comparisons: Sequence[Comparison]) -> str:
     """What the table shows, in words, with the ratios to DynamicCache."""
     paragraphs = [
-        "MiB are of keys and values. The peak of DynamicCache is its end and the one tensor that a concatenation holds "
-        "twice. tokens/s are the new tokens of all prompts by the time of the whole call, prompt included.",
+        "tokens/s: new tokens of all prompts by the time of the whole call, prompt included. MiB: keys and "
+        "values. Peak of DynamicCache: its end, and once more the one tensor that is being copied. Peak of "
+        "PagedCache: its pools, with unused blocks and the copy made while growing. Its end: the blocks in use. "
+        "Each row is one call; eval/speed.py measures time with repeats.",
     ]
     for comparison in comparisons:
         dynamic = comparison.dynamic
         for measurement, lesson in zip(comparison.paged, comparison.part.lessons, strict=True):
+            time_ratio = measurement.seconds / dynamic.seconds
+            peak_ratio = measurement.bytes_peak / dynamic.bytes_peak
+            end_ratio = measurement.bytes_at_end / dynamic.bytes_at_end
             paragraphs.append(
-                f"{comparison.part.title}, {measurement.cache}: {measurement.seconds / dynamic.seconds:.2f}x the time, "
-                f"{measurement.bytes_peak / dynamic.bytes_peak:.2f}x the peak bytes and "
-                f"{measurement.bytes_at_end / dynamic.bytes_at_end:.2f}x the bytes at the end of DynamicCache: {lesson}."
+                f"{comparison.part.title}, {measurement.cache}: {peak_ratio:.2f}x the peak, {end_ratio:.2f}x the end, "
+                f"{time_ratio:.2f}x the time of DynamicCache. {lesson}."
             )
     if all(comparison.same for comparison in comparisons):
         paragraphs.append("Every cache gave the same tokens everywhere.")

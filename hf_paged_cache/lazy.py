@@ -33,6 +33,9 @@ class LazyTensor(torch.Tensor):
     Shape and the like are answered without computing anything, so that model code may look at them freely.
     """
 
+    # Straight to `__torch_dispatch__`: looking at a shape then costs no Python call.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
     @classmethod
     def make(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> "LazyTensor":
         """A tensor of that look; subclasses add what they need to compute it."""

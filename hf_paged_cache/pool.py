@@ -42,7 +42,6 @@ class LayerPool:
             new[: old.shape[0]].copy_(old)
         self.blocks = larger
 
-    @torch.no_grad()
     def write(self, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:
         """Stores the new tokens `[batch, num_kv_heads, query_length, dim]` of a step."""
         self.codec.write(self.blocks, key.detach(), value.detach(), step)

@@ -17,9 +17,7 @@ CACHE_ARGUMENT = (
 )
 
 
-def generate(
-    model: PreTrainedModel, inputs: Mapping[str, Tensor], cache: Cache | None, **options: Any
-) -> Any:
+def generate(model: PreTrainedModel, inputs: Mapping[str, Tensor], cache: Cache | None, **options: Any) -> Any:
     """`model.generate` with `cache` under the name that the installed transformers gives it."""
     given = {} if cache is None else {CACHE_ARGUMENT: cache}
     return model.generate(**inputs, **given, **options)

@@ -11,15 +11,19 @@ from dataclasses import dataclass, field
 
 import torch
 import transformers as hf
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from torch import Tensor
 
 VOCABULARY = 128
-PAD, START, IMAGE, IMAGE_START, IMAGE_END, VIDEO = 0, 2, 3, 4, 5, 6
-FIRST_WORD = 8  # ids below are special
+PAD, END, START, IMAGE, IMAGE_START, IMAGE_END, VIDEO = range(7)
+FIRST_WORD = 8  # ids below are special and never generated
 
 SLIDING, CHUNKED, FULL, LINEAR = "sliding_attention", "chunked_attention", "full_attention", "linear_attention"
 
-IDS = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": None}
+ATTENTIONS = ("sdpa", "eager", "hf_paged")
+
+IDS = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": END, "eos_token_id": END}
 UNTIED = {"tie_word_embeddings": False}
 TEXT = {
     **IDS,
@@ -84,22 +88,42 @@ def mllama_image(ids: Tensor, mask: Tensor, generator: torch.Generator) -> dict[
     }
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Why transformers itself cannot do something, and in which releases (a version specifier)."""
+
+    reason: str
+    releases: str = ">=5.17"
+
+    @property
+    def holds(self) -> bool:
+        return Version(hf.__version__) in SpecifierSet(self.releases)
+
+
 @dataclass(frozen=True, eq=False)
 class Family:
     """A tiny model of one family and what transformers itself can do with it.
 
-    `attentions` are the implementations it takes, best reference first; `impossible` maps the modes that transformers
-    refuses with its own `DynamicCache` to the reason.
+    `refused` names the modes of `generate_modes` and the attention implementations that fail with transformers' own
+    `DynamicCache`, some of them in some releases only. `prompt_start` are the special tokens before the words.
     """
 
     name: str
     feature: str
     config: Callable[[], hf.PreTrainedConfig]
     auto_class: type = hf.AutoModelForCausalLM
-    attentions: tuple[str, ...] = ("sdpa", "eager", "hf_paged")
-    impossible: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, Refusal] = field(default_factory=dict)
     prompt_start: tuple[int, ...] = ()
     companions: Companions = no_companions
+
+    @property
+    def attentions(self) -> tuple[str, ...]:
+        """The implementations that transformers runs the family with, the one to compare with first."""
+        return tuple(name for name in ATTENTIONS if not self.refuses(name))
+
+    def refuses(self, mode_or_attention: str) -> bool:
+        refusal = self.refused.get(mode_or_attention)
+        return refusal is not None and refusal.holds
 
     def build(self, attention: str) -> hf.PreTrainedModel:
         """The model in fp32, ready for `generate`; the same weights for every `attention`."""
@@ -110,11 +134,9 @@ class Family:
         torch.manual_seed(0)
         model = self.auto_class.from_config(config, attn_implementation=attention)
         randomize(model)
-        model.generation_config.eos_token_id = None
+        model.generation_config.eos_token_id = END
         model.generation_config.pad_token_id = PAD
-        if self.prompt_start:
-            # A generated image token would ask for an image that is not there.
-            model.generation_config.suppress_tokens = [IMAGE, IMAGE_START, IMAGE_END, VIDEO]
+        model.generation_config.suppress_tokens = list(range(FIRST_WORD))
         return model.eval()
 
 
@@ -154,8 +176,19 @@ def inputs(family: Family, lengths: Sequence[int], seed: int = 0) -> dict[str, T
     return {"input_ids": ids, "attention_mask": mask, **companions}
 
 
-OWN_DISPATCH = ("sdpa", "eager")
-EAGER_ONLY = ("eager",)
+DRAFTS = ("assisted, equal draft", "assisted, weak draft")
+NO_WINDOWED_DRAFT = dict.fromkeys(
+    DRAFTS, Refusal("a windowed draft model gets more keys than its mask has columns", "<5.24")
+)
+NO_ROLLBACK = dict.fromkeys(
+    (*DRAFTS, "prompt lookup"), Refusal("no assisted decoding for models with a recurrent state")
+)
+NO_EMBEDDINGS = {"warm cache, embeddings": Refusal("no `inputs_embeds` in `generate` for this class")}
+NO_SDPA = {"sdpa": Refusal("no scaled dot product attention for this class")}
+DECODER_ONLY = {
+    "chunked prefill": Refusal("made for decoder-only models: cuts the encoder's mask with the prompt"),
+    "warm cache, embeddings": Refusal("no decoder embeddings in `generate`"),
+}
 
 FAMILIES = (
     Family(
@@ -171,6 +204,7 @@ FAMILIES = (
         "Mistral",
         "a window in every layer",
         lambda: hf.MistralConfig(**{**TEXT, "num_hidden_layers": 3}, sliding_window=16),
+        refused=NO_WINDOWED_DRAFT,
     ),
     Family(
         "Gemma 2",
@@ -182,7 +216,10 @@ FAMILIES = (
             sliding_window=16,
             attn_logit_softcapping=2.0,
         ),
-        attentions=("eager", "hf_paged"),
+        refused={
+            **NO_WINDOWED_DRAFT,
+            "sdpa": Refusal("refused for its soft cap, which 5.17 leaves out"),
+        },
     ),
     Family(
         "Gemma 3",
@@ -194,14 +231,13 @@ FAMILIES = (
             sliding_window=16,
             layer_types=[SLIDING, SLIDING, FULL],
         ),
+        refused=NO_WINDOWED_DRAFT,
     ),
     Family(
         "gpt-oss",
         "learned sinks, windows in every other layer, experts",
-        lambda: hf.GptOssConfig(
-            **TEXT, head_dim=16, sliding_window=16, num_local_experts=4, num_experts_per_tok=2
-        ),
-        attentions=("eager", "hf_paged"),
+        lambda: hf.GptOssConfig(**TEXT, head_dim=16, sliding_window=16, num_local_experts=4, num_experts_per_tok=2),
+        refused={**NO_WINDOWED_DRAFT, **NO_SDPA},
     ),
     Family("Phi-3", "partial rotary", lambda: hf.Phi3Config(**TEXT, rope_parameters=rope(partial_rotary_factor=0.5))),
     Family(
@@ -223,21 +259,19 @@ FAMILIES = (
         lambda: hf.FalconConfig(
             **IDS, **UNTIED, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, multi_query=True
         ),
-        attentions=OWN_DISPATCH,
+        refused={"hf_paged": Refusal("picks between attention classes of its own")},
     ),
     Family(
         "Bloom",
         "ALiBi",
         lambda: hf.BloomConfig(**IDS, **UNTIED, hidden_size=32, n_layer=2, n_head=4),
-        attentions=EAGER_ONLY,
+        refused=NO_SDPA,
     ),
     Family(
         "MPT",
         "ALiBi",
-        lambda: hf.MptConfig(
-            **IDS, **UNTIED, d_model=32, n_layers=2, n_heads=4, max_seq_len=256, use_cache=True
-        ),
-        attentions=EAGER_ONLY,
+        lambda: hf.MptConfig(**IDS, **UNTIED, d_model=32, n_layers=2, n_heads=4, max_seq_len=256, use_cache=True),
+        refused=NO_SDPA,
     ),
     Family(
         "DeepSeek V3",
@@ -270,6 +304,7 @@ FAMILIES = (
             num_local_experts=4,
             floor_scale=16,
         ),
+        refused=NO_WINDOWED_DRAFT,
     ),
     Family(
         "Qwen3-Next",
@@ -287,6 +322,7 @@ FAMILIES = (
             num_experts=4,
             num_experts_per_tok=2,
         ),
+        refused=NO_ROLLBACK,
     ),
     Family(
         "Jamba",
@@ -300,6 +336,7 @@ FAMILIES = (
             num_experts=2,
             num_experts_per_tok=1,
         ),
+        refused=NO_ROLLBACK,
     ),
     Family(
         "Bamba",
@@ -311,13 +348,13 @@ FAMILIES = (
             mamba_d_state=8,
             mamba_chunk_size=16,
         ),
+        refused={**NO_ROLLBACK, **NO_EMBEDDINGS},
     ),
     Family(
         "Falcon-H1",
         "Mamba and attention in one layer",
-        lambda: hf.FalconH1Config(
-            **TEXT, mamba_d_ssm=64, mamba_n_heads=8, mamba_d_state=8, mamba_chunk_size=16
-        ),
+        lambda: hf.FalconH1Config(**TEXT, mamba_d_ssm=64, mamba_n_heads=8, mamba_d_state=8, mamba_chunk_size=16),
+        refused={**NO_ROLLBACK, **NO_EMBEDDINGS},
     ),
     Family(
         "LFM2",
@@ -342,6 +379,7 @@ FAMILIES = (
             laurel_rank=8,
             altup_num_inputs=2,
         ),
+        refused=NO_WINDOWED_DRAFT,
     ),
     Family(
         "Gemma 4",
@@ -356,6 +394,7 @@ FAMILIES = (
             hidden_size_per_layer_input=8,
             vocab_size_per_layer_input=VOCABULARY,
         ),
+        refused=NO_WINDOWED_DRAFT,
     ),
     Family(
         "T5",
@@ -373,6 +412,7 @@ FAMILIES = (
         ),
         auto_class=hf.AutoModelForSeq2SeqLM,
         companions=source_text,
+        refused=DECODER_ONLY,
     ),
     Family(
         "BART",
@@ -393,6 +433,7 @@ FAMILIES = (
         ),
         auto_class=hf.AutoModelForSeq2SeqLM,
         companions=source_text,
+        refused=DECODER_ONLY,
     ),
     Family(
         "Whisper",
@@ -415,6 +456,7 @@ FAMILIES = (
         ),
         auto_class=hf.AutoModelForSpeechSeq2Seq,
         companions=audio,
+        refused=DECODER_ONLY,
     ),
     Family(
         "LLaVA",
@@ -447,6 +489,7 @@ FAMILIES = (
         auto_class=hf.AutoModelForImageTextToText,
         prompt_start=(IMAGE_START, *(IMAGE,) * 4, IMAGE_END),
         companions=gemma3_image,
+        refused={**NO_WINDOWED_DRAFT, **NO_EMBEDDINGS},
     ),
     Family(
         "Qwen2-VL",
@@ -470,6 +513,7 @@ FAMILIES = (
         auto_class=hf.AutoModelForImageTextToText,
         prompt_start=(IMAGE_START, *(IMAGE,) * 4, IMAGE_END),
         companions=qwen2_vl_image,
+        refused={"chunked prefill": Refusal("the positions of an image are not cut into chunks", "<5.24")},
     ),
     Family(
         "Mllama",
@@ -499,5 +543,9 @@ FAMILIES = (
         auto_class=hf.AutoModelForImageTextToText,
         prompt_start=(IMAGE,),
         companions=mllama_image,
+        refused={
+            **dict.fromkeys((*DRAFTS, "prompt lookup"), Refusal("rolling back a draft also drops keys of the image")),
+            "chunked prefill": Refusal("an image that is not encoded yet cannot be cut into chunks", ">=5.24"),
+        },
     ),
 )

@@ -19,12 +19,14 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
 from tests.compat import generate
+from tests.families import FIRST_WORD, VOCABULARY
 
 Inputs = Mapping[str, Tensor]
 Result = dict[str, Tensor]
 
-NEW_TOKENS = 24
+NEW_TOKENS = 20
 TURN_LENGTH = 5
+ANSWER_LENGTH = 10
 # What an image needs only once: it is in the cache from the second turn on.
 FIRST_TURN_ONLY = {
     "pixel_values",
@@ -58,46 +60,60 @@ def prompt_names(model: PreTrainedModel) -> tuple[str, str]:
     return prefix + "input_ids", prefix + "attention_mask"
 
 
-def whole_sequences(model: PreTrainedModel, inputs: Inputs, sequences: Tensor) -> Tensor:
+def unprompted(inputs: Inputs) -> Inputs:
+    """`inputs` without a decoder prompt, beside which Whisper takes no draft and returns no more than one sequence."""
+    return {name: tensor for name, tensor in inputs.items() if not name.startswith("decoder_")}
+
+
+def whole_sequences(prompt: Tensor, sequences: Tensor) -> Tensor:
     """Prompt and answer, `[batch, prompt + new]`, also where `generate` returns the answer alone (Whisper)."""
-    prompt = inputs[prompt_names(model)[0]]
-    if sequences.shape[1] == NEW_TOKENS:
-        return torch.cat([prompt, sequences], dim=1)
-    return sequences
+    if torch.equal(sequences[:, : prompt.shape[1]], prompt):
+        return sequences
+    return torch.cat([prompt, sequences], dim=1)
 
 
 def next_turn(model: PreTrainedModel, inputs: Inputs, sequences: Tensor, seed: int) -> dict[str, Tensor]:
-    """The inputs of a next turn: all of `sequences`, then `TURN_LENGTH` new tokens, with the mask of both."""
+    """The inputs of the turn after `inputs` was answered by `sequences`: all tokens so far and `TURN_LENGTH` new ones."""
     ids_name, mask_name = prompt_names(model)
-    batch = sequences.shape[0]
+    history = whole_sequences(inputs[ids_name], sequences)
     generator = torch.Generator().manual_seed(seed)
-    message = torch.randint(8, 128, (batch, TURN_LENGTH), generator=generator)
-    ids = torch.cat([sequences, message], dim=1)
+    message = torch.randint(FIRST_WORD, VOCABULARY, (len(history), TURN_LENGTH), generator=generator)
+    ids = torch.cat([history, message], dim=1)
     mask = inputs[mask_name]
-    mask = torch.cat([mask, mask.new_ones(batch, ids.shape[1] - mask.shape[1])], dim=1)
+    mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], dim=1)
     rest = {name: tensor for name, tensor in inputs.items() if name not in FIRST_TURN_ONLY}
     return {**rest, ids_name: ids, mask_name: mask}
 
 
-def first_turn(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> dict[str, Tensor]:
-    """Answer a first prompt into `cache` and return the inputs of the second turn."""
-    answer = generate(model, inputs, cache, max_new_tokens=NEW_TOKENS, do_sample=False)
-    return next_turn(model, inputs, whole_sequences(model, inputs, answer), seed=1)
+def answer(model: PreTrainedModel, inputs: Inputs, cache: Cache | None, length: int = NEW_TOKENS) -> Tensor:
+    return generate(model, inputs, cache, max_new_tokens=length, do_sample=False)
+
+
+def second_turn(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> dict[str, Tensor]:
+    """Answer a first prompt into `cache` and return the inputs of the turn after it."""
+    sequences = answer(model, inputs, cache, ANSWER_LENGTH)
+    return next_turn(model, inputs, sequences, seed=1)
 
 
 def greedy(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
-    return {"sequences": generate(model, inputs, cache, max_new_tokens=NEW_TOKENS, do_sample=False)}
+    return {"sequences": answer(model, inputs, cache)}
 
 
 def sample(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
     torch.manual_seed(0)
     sequences = generate(
-        model, inputs, cache, max_new_tokens=NEW_TOKENS, do_sample=True, top_k=0, num_return_sequences=2
+        model,
+        unprompted(inputs),
+        cache,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=True,
+        top_k=0,
+        num_return_sequences=2,
     )
     return {"sequences": sequences}
 
 
-def beam_search(model: PreTrainedModel, inputs: Inputs, cache: Cache | None, returned: int = 1) -> Result:
+def beams(model: PreTrainedModel, inputs: Inputs, cache: Cache | None, returned: int) -> Result:
     output = generate(
         model,
         inputs,
@@ -111,13 +127,17 @@ def beam_search(model: PreTrainedModel, inputs: Inputs, cache: Cache | None, ret
     )
     return {
         "sequences": output.sequences,
-        "sequences_scores": output.sequences_scores,
-        "beam_indices": output.beam_indices,
+        "scores": output.sequences_scores,
+        "beams": output.beam_indices,
     }
 
 
+def beam_search(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
+    return beams(model, inputs, cache, returned=1)
+
+
 def beam_search_returning_three(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
-    return beam_search(model, inputs, cache, returned=3)
+    return beams(model, unprompted(inputs), cache, returned=3)
 
 
 @lru_cache(maxsize=2)
@@ -139,7 +159,7 @@ def draft_of(model: PreTrainedModel, noise: float) -> PreTrainedModel:
 def assisted(model: PreTrainedModel, inputs: Inputs, cache: Cache | None, noise: float) -> Result:
     sequences = generate(
         model,
-        inputs,
+        unprompted(inputs),
         cache,
         max_new_tokens=NEW_TOKENS,
         do_sample=False,
@@ -170,37 +190,37 @@ def prompt_lookup(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -
 
 
 def chunked_prefill(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
-    sequences = generate(
-        model, inputs, cache, max_new_tokens=NEW_TOKENS, do_sample=False, prefill_chunk_size=7
-    )
+    sequences = generate(model, inputs, cache, max_new_tokens=NEW_TOKENS, do_sample=False, prefill_chunk_size=7)
     return {"sequences": sequences}
 
 
-def warm_full_ids(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
-    return greedy(model, first_turn(model, inputs, cache), cache)
+def warm_all_ids(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
+    turn = second_turn(model, inputs, cache)
+    return {"sequences": answer(model, turn, cache, ANSWER_LENGTH)}
 
 
 def warm_new_ids(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
-    turn = first_turn(model, inputs, cache)
+    turn = second_turn(model, inputs, cache)
     ids_name, _ = prompt_names(model)
     # The last token of an answer is not in the cache yet: nothing followed it.
     turn[ids_name] = turn[ids_name][:, -TURN_LENGTH - 1 :]
-    return greedy(model, turn, cache)
+    return {"sequences": answer(model, turn, cache, ANSWER_LENGTH)}
 
 
 def warm_embeddings(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
-    turn = first_turn(model, inputs, cache)
-    turn["inputs_embeds"] = model.get_input_embeddings()(turn.pop("input_ids")).detach()
-    return greedy(model, turn, cache)
+    turn = second_turn(model, inputs, cache)
+    ids_name, _ = prompt_names(model)
+    embeddings = model.get_input_embeddings()(turn.pop(ids_name)).detach()
+    turn[ids_name.replace("input_ids", "inputs_embeds")] = embeddings
+    return {"sequences": answer(model, turn, cache, ANSWER_LENGTH)}
 
 
 def chat(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
     answers: Result = {}
-    turn = dict(inputs)
     for number in range(3):
-        sequences = greedy(model, turn, cache)["sequences"]
+        sequences = answer(model, inputs, cache, ANSWER_LENGTH)
         answers[f"sequences {number}"] = sequences
-        turn = next_turn(model, turn, whole_sequences(model, turn, sequences), seed=number)
+        inputs = next_turn(model, inputs, sequences, seed=number)
     return answers
 
 
@@ -259,9 +279,7 @@ class TokenCollector(BaseStreamer):
 
 def streamed(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
     collector = TokenCollector()
-    sequences = generate(
-        model, inputs, cache, max_new_tokens=NEW_TOKENS, do_sample=False, streamer=collector
-    )
+    sequences = generate(model, inputs, cache, max_new_tokens=NEW_TOKENS, do_sample=False, streamer=collector)
     return {
         "sequences": sequences,
         "streamed": torch.cat(collector.tokens),
@@ -271,9 +289,9 @@ def streamed(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Res
 
 @lru_cache(maxsize=1)
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Token i is the word `w<i>`."""
-    words = {f"w{index}": index for index in range(128)}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")))
+    """Token i is the word `w<i>`, but for token 0: transformers tries how tokens look after the text `abcdef`."""
+    words = {"abcdef": 0} | {f"w{index}": index for index in range(1, VOCABULARY)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="abcdef")))
 
 
 def stop_strings(model: PreTrainedModel, inputs: Inputs, cache: Cache | None) -> Result:
@@ -298,7 +316,7 @@ MODES = (
     Mode("assisted, weak draft", assisted_by_weak_draft, lengths=(15, 40), batched=False),
     Mode("prompt lookup", prompt_lookup, lengths=(40,), batched=False),
     Mode("chunked prefill", chunked_prefill, lengths=(40,)),
-    Mode("warm cache, all ids", warm_full_ids),
+    Mode("warm cache, all ids", warm_all_ids),
     Mode("warm cache, new ids", warm_new_ids),
     Mode("warm cache, embeddings", warm_embeddings),
     Mode("three-turn chat", chat),

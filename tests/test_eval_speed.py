@@ -1,7 +1,7 @@
 """`eval/speed.py` and the modules beside it, on a tiny random model."""
 
 import json
-import subprocess
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from transformers import (
 EVAL = Path(__file__).parents[1] / "eval"
 sys.path.insert(0, str(EVAL))
 
+import bookkeeping  # noqa: E402
 import memory  # noqa: E402
 import prompts  # noqa: E402
 import report  # noqa: E402
@@ -74,12 +75,13 @@ def nothing():
     """For `after_run`, where no progress is shown."""
 
 
-def test_all_sections_and_outputs(model_folder, tmp_path, capsys):
-    files = {name: tmp_path / f"speed.{name}" for name in ("json", "md", "png")}
-    status = speed.main(
-        f"--quick --model {model_folder} --caches dynamic,paged,paged+gather --contexts 16,130 --batches 1,2 "
-        f"--beam-contexts 16,70 --new-tokens 4 --json {files['json']} --markdown {files['md']} --plot {files['png']}".split()
-    )
+def test_all_sections_in_text_json_and_markdown(model_folder, tmp_path, capsys):
+    files = {name: tmp_path / f"speed.{name}" for name in ("json", "md")}
+    caches = ["dynamic", "paged", "paged+gather"]
+    options = {"model": model_folder, "caches": ",".join(caches), "new-tokens": 4, "beam-contexts": "16,70"}
+    options |= {"contexts": "16,130", "batches": 2}
+    options |= {"json": files["json"], "markdown": files["md"]}
+    status = speed.main(["--quick", *(f"--{name}={value}" for name, value in options.items())])
     text = capsys.readouterr().out
     results = json.loads(files["json"].read_text())
     markdown = files["md"].read_text()
@@ -88,10 +90,9 @@ def test_all_sections_and_outputs(model_folder, tmp_path, capsys):
     assert results["differences"] == results["failures"] == []
     assert "All measured caches made the same tokens as DynamicCache." in text
     measured = {(row["section"], row["context"], row["batch"], row["cache"]) for row in results["rows"]}
-    caches = {"dynamic", "paged", "paged+gather"}
     assert measured == {
-        *(("decode", context, batch, cache) for context in (16, 130) for batch in (1, 2) for cache in caches),
-        *(("beam", context, 1, cache) for context in (16, 70) for cache in caches | {"paged+fork"}),
+        *(("decode", context, 2, cache) for context in (16, 130) for cache in caches),
+        *(("beam", context, 1, cache) for context in (16, 70) for cache in [*caches, "paged+fork"]),
         *(("padding", 130, 2, cache) for cache in caches),
         *(("bookkeeping", 256 + speed.BOOKKEEPING_STEPS, 8, cache) for cache in ("dynamic", "paged")),
     }
@@ -104,7 +105,16 @@ def test_all_sections_and_outputs(model_folder, tmp_path, capsys):
             assert title in output
     for output in (text, markdown, json.dumps(results)):
         assert str(model_folder.parent) not in output
-    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot(model_folder, tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "speed.png"
+    speed.main(
+        f"--quick --model {model_folder} --caches dynamic --sections decode,beam --contexts 8,16 --beam-contexts 8 "
+        f"--plot {file}".split()
+    )
+    assert file.read_bytes().startswith(b"\x89PNG")
 
 
 def test_rows_say_what_was_measured(bench, model):
@@ -118,6 +128,7 @@ def test_rows_say_what_was_measured(bench, model):
     assert row["prompt_tokens"] == 65 + 130
     assert row["bytes_used"] == 2 * (130 + tokens_made) * token_bytes
     assert row["bytes_real"] == (65 + 130 + 2 * tokens_made) * token_bytes
+    assert row["bytes_real_ratio_less_blocks"] == row["bytes_real_ratio"]
     assert row["step_ratio"] == row["prefill_ratio"] == row["bytes_ratio"] == 1
     assert row["step_ms_min"] <= row["step_ms"]
     assert row["decode_tokens_per_second"] == pytest.approx(2 / (row["step_ms"] / 1e3))
@@ -130,6 +141,17 @@ class ForgetfulCache(DynamicCache):
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, torch.cat([torch.zeros_like(values[:, :, :1]), values[:, :, 1:]], dim=2)
+
+
+def test_a_paged_cache_may_waste_a_block_a_row(bench):
+    (case,) = sections.padding_cases([variants.VARIANTS["dynamic"], variants.VARIANTS["paged"]], 130)
+    bench.measure(case, nothing)
+
+    paged = bench.rows[1]
+    # 65 and 130 tokens and the 3 new ones fill 2 and 3 blocks of 64.
+    assert paged["block_size"] == 64
+    assert paged["bytes_real_ratio"] == pytest.approx(5 * 64 / (65 + 130 + 6))
+    assert paged["bytes_real_ratio_less_blocks"] == pytest.approx((5 - 2) * 64 / (65 + 130 + 6))
 
 
 def test_other_tokens_are_told(bench):
@@ -161,7 +183,7 @@ def test_a_lossy_cache_may_differ(bench):
 
 def test_a_cache_that_fails_is_left_out_with_its_reason(bench):
     def fail(*_):
-        raise ValueError("no room in /home/someone/cache\nsecond line")
+        raise ValueError("no room in /data/models/cache\nsecond line")
 
     dynamic = variants.VARIANTS["dynamic"]
     (case,) = sections.decode_cases(
@@ -180,7 +202,7 @@ def test_a_failing_baseline_stops_the_run(bench):
 
 
 def test_missing_quanto_is_told(model_folder, monkeypatch, capsys):
-    monkeypatch.setattr(variants.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(variants, "is_optimum_quanto_available", lambda: False)
     speed.main(f"--model {model_folder} --caches quantized --sections bookkeeping --repeats 1".split())
     output = capsys.readouterr().out
     assert "Not measured: QuantizedCache (quanto, 4 bit), sdpa: optimum-quanto is not installed" in output
@@ -190,7 +212,7 @@ def test_missing_quanto_is_told(model_folder, monkeypatch, capsys):
 def test_every_step_is_timed_and_the_model_restored(model, tokenizer, beams):
     inputs = prompts.text_prompts(tokenizer, [12])
     config = model.generation_config
-    with variants.plain_greedy(model, "sdpa"):
+    with variants.plain_generation(model, "sdpa"):
         call, cache = timing.timed_generate(model, variants.VARIANTS["dynamic"], inputs, new_tokens=5, beams=beams)
     assert call.tokens.shape == (1, 5)
     assert len(call.step_seconds) == 4
@@ -219,6 +241,11 @@ def test_runs_take_turns():
 
 def test_ratios_are_taken_within_a_round():
     assert timing.median_ratio([2.0, 30.0, 8.0], [1.0, 10.0, 2.0]) == 3.0
+
+
+def test_steps_that_open_a_block():
+    # After a prompt of 256 tokens, four blocks of 64, the first step opens one, and every 64th after it.
+    assert bookkeeping.opening_steps(list(range(200))) == [0, 64, 128, 192]
 
 
 def test_held_bytes_count_storage_once_and_whole():
@@ -250,8 +277,12 @@ def test_prompts_are_left_padded_text_of_the_asked_lengths(tokenizer):
     assert batch["attention_mask"][0].tolist() == [0] * 35 + [1] * 5
     assert (batch["input_ids"][0, :35] == tokenizer.pad_token_id).all()
     assert not torch.equal(batch["input_ids"][1], batch["input_ids"][2])
-    with pytest.raises(ValueError, match="10000000 are needed"):
-        prompts.text_prompts(tokenizer, [10_000_000])
+
+
+def test_prompts_longer_than_the_text_are_refused(tokenizer, monkeypatch):
+    monkeypatch.setattr(prompts.topics, "topics", {"a topic": "a few words"})
+    with pytest.raises(ValueError, match="the prompt text gives 12 tokens, 13 are needed"):
+        prompts.text_prompts(tokenizer, [13])
 
 
 @pytest.mark.parametrize(
@@ -276,6 +307,9 @@ def test_bad_arguments(model_folder, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-def test_runs_as_a_script():
-    result = subprocess.run([sys.executable, EVAL / "speed.py", "--help"], capture_output=True, text=True, check=True)
-    assert "--beam-contexts" in result.stdout
+def test_runs_as_a_script(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["speed.py", "--help"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(EVAL / "speed.py"), run_name="__main__")
+    assert stop.value.code == 0
+    assert "--beam-contexts" in capsys.readouterr().out

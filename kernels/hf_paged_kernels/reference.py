@@ -1,11 +1,12 @@
 """Attention over blocks in plain PyTorch: runs on every device and in every dtype, float64 included.
 
 It defines the result that every other backend has to reproduce. Softmax attention over a union of key sets needs no
-single array of keys, so the keys are taken in segments (whole blocks read in place, the last partly filled block,
-tokens that are not in blocks) and only their scores are joined.
+single array of keys, so the keys are taken in segments (blocks, read in place where they follow each other; tokens
+that are not in blocks) and only their scores are joined.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from hf_paged_kernels.layout import KVBlocks, gather_tokens
 from hf_paged_kernels.step import StepMetadata
 from hf_paged_kernels.visibility import block_visibility, new_visibility, visible_range
+
+T = TypeVar("T")
 
 # Up to this many new tokens (decode, short drafts) keys are multiplied block by block; more go through
 # `scaled_dot_product_attention` on gathered tokens, which needs no memory for the scores.
@@ -24,17 +27,41 @@ MAX_SCORES = 1 << 24
 
 
 class _Segment(NamedTuple):
-    """Keys that lie together: `num_blocks` pieces of `length` tokens a row.
+    """Keys and values that lie together: the first `num_keys` tokens of `num_blocks` pieces of `length` tokens a row.
 
     Attributes:
-        key: `[batch, num_blocks, num_kv_heads, length, key_dim]`
-        value: `[batch, num_blocks, num_kv_heads, length, value_dim]`, finite wherever `visible` is False.
-        visible: bool `[batch, query_length, num_blocks * length]`; `None` if every query sees every key.
+        key: `[batch, num_blocks, num_kv_heads, length, key_dim]`; slots without a token may hold anything.
+        value: `[batch, num_blocks, num_kv_heads, length, value_dim]`
+        num_keys: tokens that count.
+        visible: bool `[batch, query_length, num_keys]`; `None` if every query sees every key.
+        is_clean: whether slots of `value` without a token are zero; if not, they may hold anything.
     """
 
     key: torch.Tensor
     value: torch.Tensor
+    num_keys: int
     visible: torch.Tensor | None
+    is_clean: bool
+
+
+class _Plan(NamedTuple):
+    """What a step reads, the same for all layers of a group.
+
+    Attributes:
+        block_ids: as `StepMetadata.block_ids` gives them; `None` if nothing is read from blocks.
+        num_keys: tokens to be read from the blocks of each row.
+        visible: bool `[batch, query_length, num_keys]`; `None` if every query sees all of them.
+        missing: int64, of the values of these blocks, seen as rows of `value_dim`, those without a token; `None` if
+            there are none or the blocks are read in place.
+        new_visible: bool `[batch, query_length, query_length]`, the same for the new tokens where they are not read
+            from blocks.
+    """
+
+    block_ids: torch.Tensor | slice | None
+    num_keys: int
+    visible: torch.Tensor | None
+    missing: torch.Tensor | None
+    new_visible: torch.Tensor | None
 
 
 def paged_attention(
@@ -165,11 +192,14 @@ def _gathered_attention(
     key, value = (
         torch.cat([gather_tokens(plane, index), new], dim=2) for plane, new in zip(blocks.planes, new_kv, strict=True)
     )
-    past = block_visibility(step, first, last, past_only=True, window=window, key_mask=key_mask, device=device)
-    if past is None:
-        past = torch.ones(step.batch, step.query_length, last - first, dtype=torch.bool, device=device)
-    new = new_visibility(step, window=window, key_mask=key_mask, device=device)
-    visible = torch.cat([past, new], dim=-1)
+
+    def visible_keys() -> torch.Tensor:
+        past = block_visibility(step, first, last, past_only=True, window=window, key_mask=key_mask, device=device)
+        if past is None:
+            past = torch.ones(step.batch, step.query_length, last - first, dtype=torch.bool, device=device)
+        return torch.cat([past, new_visibility(step, window=window, key_mask=key_mask, device=device)], dim=-1)
+
+    visible = _memo_with_mask(step, ("gathered", window), key_mask, visible_keys)
     out = F.scaled_dot_product_attention(
         query,
         key,
@@ -191,49 +221,60 @@ def _segments(
     key_mask: torch.Tensor | None,
 ) -> list[_Segment]:
     """The keys that the queries of a step may see."""
-    device, size = blocks.key.device, step.block_size
+    device = blocks.key.device
     past_only = new_kv is not None
-    tokens = step.past_lens if past_only else step.seq_lens
-    first, last = visible_range(step, window, past_only=past_only)
-    first_block, last_block = first // size, -(-last // size)
-
-    def segment(first_block: int, last_block: int, last_token: int) -> _Segment:
-        ids = step.block_ids(first_block, last_block, device)
-        length = min(size, last_token - first_block * size)
-        key, value = (_take(plane, ids, step.batch)[:, :, :, :length] for plane in blocks.planes)
-        visible = block_visibility(
-            step,
-            first_block * size,
-            last_token,
-            past_only=past_only,
-            window=window,
-            key_mask=key_mask,
-            device=device,
-        )
-        return _Segment(key, value, visible)
-
+    num_kv_heads = blocks.num_kv_heads
+    plan = _memo_with_mask(
+        step,
+        ("plan", window, past_only, num_kv_heads, device),
+        key_mask,
+        lambda: _plan(step, window, past_only, key_mask, num_kv_heads, device),
+    )
     segments = []
-    if last > first and bool((tokens == tokens[0]).all()):
-        # Slots past the end of a row hold anything, NaN included: of the last block only the written part is read.
-        full_blocks = last // size
-        if full_blocks > first_block:
-            segments.append(segment(first_block, full_blocks, full_blocks * size))
-        if last_block > full_blocks:
-            segments.append(segment(full_blocks, last_block, last))
-    elif last > first:
-        ragged = segment(first_block, last_block, last_block * size)
-        unwritten = step.memo(
-            ("unwritten", first_block, last_block, past_only, device),
-            lambda: torch.from_numpy(np.arange(first_block * size, last_block * size)[None] >= tokens[:, None]).to(
-                device
-            ),
-        )
-        unwritten = unwritten.view(step.batch, -1, 1, size, 1)
-        segments.append(ragged._replace(value=ragged.value.masked_fill(unwritten, 0)))
+    if plan.block_ids is not None:
+        key, value = (_take(plane, plan.block_ids, step.batch) for plane in blocks.planes)
+        if plan.missing is not None:
+            value.view(-1, value.shape[-1]).index_fill_(0, plan.missing, 0)
+        is_copy = isinstance(plan.block_ids, torch.Tensor)
+        segments.append(_Segment(key, value, plan.num_keys, plan.visible, is_clean=is_copy))
     if new_kv is not None:
-        visible = new_visibility(step, window=window, key_mask=key_mask, device=device)
-        segments.append(_Segment(new_kv[0].unsqueeze(1), new_kv[1].unsqueeze(1), visible))
+        key, value = (new.unsqueeze(1) for new in new_kv)
+        segments.append(_Segment(key, value, step.query_length, plan.new_visible, is_clean=True))
     return segments
+
+
+def _plan(
+    step: StepMetadata,
+    window: int | None,
+    past_only: bool,
+    key_mask: torch.Tensor | None,
+    num_kv_heads: int,
+    device: torch.device,
+) -> _Plan:
+    size = step.block_size
+    lengths = step.past_lens if past_only else step.seq_lens
+    new_visible = new_visibility(step, window=window, key_mask=key_mask, device=device) if past_only else None
+    first, last = visible_range(step, window, past_only=past_only)
+    if last <= first:
+        return _Plan(None, 0, None, None, new_visible)
+    first_block, last_block = first // size, -(-last // size)
+    first, end = first_block * size, last_block * size
+    if bool((lengths != lengths[0]).any()):
+        last = end
+    block_ids = step.block_ids(first_block, last_block, device)
+    missing = None
+    if isinstance(block_ids, torch.Tensor):
+        # Rows end in different blocks, and blocks that left the window of one row are not there any more.
+        slots = step.slots_of(np.arange(first, end)[None]).reshape(step.batch, -1, 1, size)
+        without_token = np.broadcast_to(slots < 0, (*slots.shape[:2], num_kv_heads, size))
+        missing = torch.from_numpy(np.flatnonzero(without_token)).to(device) if without_token.any() else None
+    visible = block_visibility(step, first, last, past_only=past_only, window=window, key_mask=key_mask, device=device)
+    return _Plan(block_ids, last - first, visible, missing, new_visible)
+
+
+def _memo_with_mask(step: StepMetadata, key: tuple, key_mask: torch.Tensor | None, compute: Callable[[], T]) -> T:
+    """`step.memo` of what depends on `key_mask`. The entry holds the mask, so that its id stays its own."""
+    return step.memo((*key, id(key_mask)), lambda: (key_mask, compute()))[1]
 
 
 def _take(plane: torch.Tensor, ids: torch.Tensor | slice, batch: int) -> torch.Tensor:
@@ -252,16 +293,26 @@ def _attend(
     return_lse: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     batch, num_heads, query_length, _ = query.shape
-    kv_length = sum(segment.key.shape[1] * segment.key.shape[3] for segment in segments)
+    kv_length = sum(segment.num_keys for segment in segments)
     tile = max(1, MAX_SCORES // max(1, batch * num_heads * kv_length))
     may_be_empty = any(segment.visible is not None for segment in segments)
+    work = _work_dtype(query)
+    if query.dtype != work:
+        segments = [segment._replace(key=segment.key.to(work), value=segment.value.to(work)) for segment in segments]
     outs, lses = [], []
     for start in range(0, query_length, tile):
         rows = slice(start, min(start + tile, query_length))
-        scores = [_scores(query[:, :, rows], segment, rows, scale, softcap) for segment in segments]
+        tile_query = (query if tile >= query_length else query[:, :, rows]).to(work)
+        scores = [_scores(tile_query, segment, rows, scale, softcap) for segment in segments]
         joined = torch.cat(scores, dim=-1) if len(scores) > 1 else scores[0]
         weights = _softmax(joined, sinks, may_be_empty=may_be_empty)
-        outs.append(_weighted_values(weights, segments).to(query.dtype))
+        weights = weights.reshape(batch, segments[0].key.shape[2], -1, kv_length)
+        if len(segments) == 1:
+            out = _weighted_values(weights, segments[0])
+        else:
+            parts = weights.split([segment.num_keys for segment in segments], dim=-1)
+            out = sum(_weighted_values(part, segment) for part, segment in zip(parts, segments, strict=True))
+        outs.append(out.view(batch, num_heads, -1, out.shape[-1]).to(query.dtype))
         if return_lse:
             lses.append(_with_sinks(joined, sinks).logsumexp(-1))
     out = torch.cat(outs, dim=2) if len(outs) > 1 else outs[0]
@@ -269,28 +320,42 @@ def _attend(
 
 
 def _scores(query: torch.Tensor, segment: _Segment, rows: slice, scale: float, softcap: float | None) -> torch.Tensor:
-    """`[batch, num_heads, queries, keys]` of the segment; -inf for keys that a query does not see."""
+    """`[batch, num_heads, queries, num_keys]` of the segment; -inf for keys that a query does not see."""
     batch, num_heads, num_queries, dim = query.shape
-    num_kv_heads, work = segment.key.shape[2], _work_dtype(query)
-    grouped = (query.to(work) * scale).reshape(batch, 1, num_kv_heads, -1, dim)
-    scores = torch.matmul(grouped, segment.key.to(work).transpose(-1, -2))
+    # One product for each (row, block, KV head); the query heads of a group are its rows.
+    grouped = (query * scale).reshape(batch, 1, segment.key.shape[2], -1, dim)
+    scores = torch.matmul(grouped, segment.key.transpose(3, 4))
     scores = scores.permute(0, 2, 3, 1, 4).reshape(batch, num_heads, num_queries, -1)
+    if scores.shape[-1] > segment.num_keys:
+        scores = scores[..., : segment.num_keys]
     scores = _softcap(scores, softcap)
     if segment.visible is not None:
         scores = scores.masked_fill(~segment.visible[:, None, rows], -torch.inf)
     return scores
 
 
-def _weighted_values(weights: torch.Tensor, segments: list[_Segment]) -> torch.Tensor:
-    """Weights `[batch, num_heads, queries, keys]` times the values of the segments, in their order."""
-    batch, num_heads, num_queries, _ = weights.shape
-    out: torch.Tensor | float = 0.0
-    lengths = [segment.key.shape[1] * segment.key.shape[3] for segment in segments]
-    for segment, part in zip(segments, weights.split(lengths, dim=-1), strict=True):
-        _, num_blocks, num_kv_heads, length, dim = segment.value.shape
-        part = part.reshape(batch, num_kv_heads, -1, num_blocks, length).permute(0, 3, 1, 2, 4)
-        out = out + torch.matmul(part, segment.value.to(weights.dtype)).sum(1)
-    return out.view(batch, num_heads, num_queries, dim)
+def _weighted_values(weights: torch.Tensor, segment: _Segment) -> torch.Tensor:
+    """Weights `[batch, num_kv_heads, queries of the group, num_keys]` times the values of a segment.
+
+    Returns:
+        `[batch, num_kv_heads, queries of the group, value_dim]`
+    """
+    batch, num_kv_heads, num_queries, num_keys = weights.shape
+    value, length = segment.value, segment.value.shape[3]
+    num_full, tail = divmod(num_keys, length)
+    if tail and segment.is_clean:
+        weights = F.pad(weights, (0, length - tail))
+        num_full, tail = num_full + 1, 0
+    out = None
+    if num_full:
+        full = weights[..., : num_full * length] if tail else weights
+        full = full.view(batch, num_kv_heads, num_queries, num_full, length).permute(0, 3, 1, 2, 4)
+        out = torch.matmul(full, value[:, :num_full] if tail else value).sum(1)
+    if tail:
+        # A weight of zero does not help against a NaN: the slots behind the last token are not touched.
+        last = torch.matmul(weights[..., num_full * length :], value[:, num_full, :, :tail])
+        out = last if out is None else out + last
+    return out
 
 
 def _softcap(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
@@ -306,7 +371,9 @@ def _with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tenso
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, *, may_be_empty: bool) -> torch.Tensor:
     """Softmax over the keys, sinks taking their share; zeros where all scores are -inf."""
-    weights = _with_sinks(scores, sinks).softmax(-1)[..., : scores.shape[-1]]
+    weights = _with_sinks(scores, sinks).softmax(-1)
+    if sinks is not None:
+        weights = weights[..., :-1]
     if may_be_empty:
         weights = weights.masked_fill(scores.amax(-1, keepdim=True) == -torch.inf, 0)
     return weights

@@ -146,8 +146,8 @@ class StepMetadata:
         """Ids of the logical blocks `first..last - 1` of all rows, row by row.
 
         Returns:
-            A slice of the pool if the ids follow each other, so that the blocks can be read in place; else int64
-            `[batch * (last - first)]`.
+            A slice of the pool if there is one row whose ids follow each other, so that its blocks can be read in
+            place; else int64 `[batch * (last - first)]`.
         """
         return self.memo(("blocks", first, last, device), lambda: self._block_ids(first, last, device))
 
@@ -161,7 +161,7 @@ class StepMetadata:
 
     def _block_ids(self, first: int, last: int, device: torch.device) -> torch.Tensor | slice:
         ids = self.block_table[:, first:last].reshape(-1).astype(np.int64)
-        if (np.diff(ids) == 1).all():
+        if self.batch == 1 and (np.diff(ids) == 1).all():
             return slice(int(ids[0]), int(ids[0]) + len(ids))
         return torch.from_numpy(ids).to(device)
 

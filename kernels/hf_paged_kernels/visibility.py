@@ -50,7 +50,7 @@ def block_visibility(
         return None
     tokens = np.arange(first, last)[None]
     tokens = np.where(tokens < lengths[:, None], tokens, -1)
-    return _memoized(step, ("blocks", first, last, past_only), tokens, window, key_mask, device)
+    return _mask(step, tokens, window, key_mask, device)
 
 
 def new_visibility(
@@ -64,23 +64,7 @@ def new_visibility(
     if step.query_length == 1 and not step.has_empty_queries and key_mask is None:
         return None
     tokens = (step.seq_lens - step.query_length)[:, None] + np.arange(step.query_length)[None]
-    return _memoized(step, ("new",), np.maximum(tokens, -1), window, key_mask, device)
-
-
-def _memoized(
-    step: StepMetadata,
-    keys: tuple,
-    tokens: np.ndarray,
-    window: int | None,
-    key_mask: torch.Tensor | None,
-    device: torch.device,
-) -> torch.Tensor:
-    """`_mask`, built once a step. The entry holds `key_mask`, so that its id stays its own."""
-    _, mask = step.memo(
-        ("visible", *keys, window, id(key_mask), device),
-        lambda: (key_mask, _mask(step, tokens, window, key_mask, device)),
-    )
-    return mask
+    return _mask(step, np.maximum(tokens, -1), window, key_mask, device)
 
 
 def _mask(

@@ -1,0 +1,314 @@
+"""`paged_attention`: every shape, length, window and feature against the definition, on hostile memory.
+
+Blocks lie in random order. Whatever a row does not hold (the null block, free blocks, slots past a row's end, blocks
+that have left its window) is NaN, then once more a huge number: neither may show in a result.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from hf_paged_kernels import KVBlocks, StepMetadata, dense_attention, paged_attention, reference
+from hostile import POISONS, poisoned_blocks
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+DECOY = 7.0  # stands in the blocks for new tokens that are also given as `new_kv`, which must win
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. `lengths` are the tokens of each row after the step; a row shorter than the step is left-padded."""
+
+    lengths: tuple[int, ...] = (37, 37)
+    query_length: int = 1
+    heads: tuple[int, int] = (2, 1)
+    dims: tuple[int, int] = (16, 16)
+    block_size: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    holes: bool = False
+    new_from_blocks: bool = False
+    ids_in_order: bool = False
+    seed: int = 0
+
+    def __str__(self) -> str:
+        changed = (name for name, field in Case.__dataclass_fields__.items() if getattr(self, name) != field.default)
+        return " ".join(f"{name}={getattr(self, name)}".replace(", ", ",") for name in changed) or "plain"
+
+    @property
+    def past_lens(self) -> list[int]:
+        return [max(length - self.query_length, 0) for length in self.lengths]
+
+    def is_stored(self, row: int, token: int) -> bool:
+        """Whether a table with this window has the token in a block; it keeps or skips whole blocks."""
+        if self.window is None:
+            return True
+        past, length = self.past_lens[row], self.lengths[row]
+        if token < past:
+            needed_from = length - self.query_length - self.window + 1
+        else:
+            needed_from = 0 if self.new_from_blocks else length - self.window + 1
+        return token >= needed_from // self.block_size * self.block_size
+
+
+def random_rows(case: Case, dtype: torch.dtype, generator: torch.Generator) -> list[oracle.Row]:
+    kv_heads = case.heads[1]
+    return [
+        oracle.Row(*(torch.randn(kv_heads, n, dim, generator=generator).to(dtype) for dim in case.dims))
+        for n in case.lengths
+    ]
+
+
+def lay_out(case: Case, rows: list[oracle.Row], poison: float) -> tuple[KVBlocks, StepMetadata]:
+    """The rows in blocks, and the step that has just written them, made by hand."""
+    size, batch = case.block_size, len(rows)
+    width = max(1, -(-max(case.lengths) // size))
+    num_blocks = batch * width + 3
+    random = np.random.default_rng(case.seed)
+    ids = iter(range(1, num_blocks) if case.ids_in_order else random.permutation(np.arange(1, num_blocks)).tolist())
+    blocks = poisoned_blocks(num_blocks, case.heads[1], size, case.dims, rows[0].key.dtype, poison)
+    table = np.zeros((batch, width), dtype=np.int32)
+    slots = np.full((batch, case.query_length), -1, dtype=np.int32)
+    for b, row in enumerate(rows):
+        for token in range(row.length):
+            if not case.is_stored(b, token):
+                continue
+            block, offset = divmod(token, size)
+            table[b, block] = table[b, block] or next(ids)
+            is_decoy = token >= case.past_lens[b] and not case.new_from_blocks
+            for plane, states in zip(blocks.planes, row, strict=True):
+                plane[table[b, block], :, offset] = DECOY if is_decoy else states[:, token]
+            column = token - (row.length - case.query_length)
+            if column >= 0:
+                slots[b, column] = table[b, block] * size + offset
+    seq_lens = np.array(case.lengths, dtype=np.int32)
+    num_columns = max(*case.lengths, case.query_length)
+    is_new_stored = all(case.is_stored(b, t) for b, n in enumerate(case.lengths) for t in range(case.past_lens[b], n))
+    step = StepMetadata(
+        block_table=table,
+        seq_lens=seq_lens,
+        padding=num_columns - seq_lens,
+        slots=slots,
+        num_columns=num_columns,
+        block_size=size,
+        new_tokens_stored=is_new_stored,
+    )
+    return blocks, step
+
+
+def new_states(case: Case, rows: list[oracle.Row]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the last columns, right-aligned; what stands in padding is finite, as a model makes it."""
+    new = [torch.full((len(rows), case.heads[1], case.query_length, dim), 1e4) for dim in case.dims]
+    new = [states.to(rows[0].key.dtype) for states in new]
+    for b, row in enumerate(rows):
+        for states, tokens in zip(new, row, strict=True):
+            count = min(row.length, case.query_length)
+            states[b, :, case.query_length - count :] = tokens[:, row.length - count :]
+    return new[0], new[1]
+
+
+def attend(case: Case, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """For each poison: output and log-sum-exp of `paged_attention`, then those of the oracle.
+
+    Without `return_lse` other routes are taken, so each poison comes twice, with the log-sum-exp of the same call once.
+    """
+    generator = torch.Generator().manual_seed(case.seed)
+    rows = random_rows(case, dtype, generator)
+    query = torch.randn(len(rows), case.heads[0], case.query_length, case.dims[0], generator=generator).to(dtype)
+    options = {
+        "scale": 2 * case.dims[0] ** -0.5,
+        "window": case.window,
+        "softcap": case.softcap,
+        "sinks": torch.randn(case.heads[0], generator=generator).to(dtype) if case.sinks else None,
+        "key_mask": torch.rand(len(rows), max(case.lengths), generator=generator) < 0.6 if case.holes else None,
+    }
+    expected_out, expected_lse = oracle.attention(query, rows, **options)
+    for poison in POISONS:
+        blocks, step = lay_out(case, rows, poison)
+        new_kv = None if case.new_from_blocks else new_states(case, rows)
+        out, lse = paged_attention(query, blocks, step, **options, new_kv=new_kv, return_lse=True)
+        yield out, lse, expected_out, expected_lse
+        yield paged_attention(query, blocks, step, **options, new_kv=new_kv), lse, expected_out, expected_lse
+
+
+def check(case: Case, dtype: torch.dtype = torch.float32) -> None:
+    tolerance = TOLERANCE[dtype]
+    for out, lse, expected_out, expected_lse in attend(case, dtype):
+        assert out.dtype == lse.dtype == dtype
+        torch.testing.assert_close(out.double(), expected_out, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(lse.double(), expected_lse, atol=tolerance, rtol=tolerance)
+
+
+HEADS = [(4, 4), (3, 1), (5, 1), (7, 1), (9, 3), (28, 4), (64, 1), (6, 2)]
+DIMS = [(16, 16), (40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (16, 48)]
+BLOCK_SIZES = [16, 32, 64, 128, 256, 24]
+LENGTHS = [(1,), (17, 17, 17), (33, 64), (5, 40, 33), (0, 20), (48, 47, 3, 0)]
+QUERY_LENGTHS = [1, 2, 8, 9, 33]
+WINDOWS = [None, 1, 7, 16, 17, 40, 100]
+FEATURES = [
+    {},
+    {"softcap": 1.5},
+    {"sinks": True},
+    {"holes": True},
+    {"softcap": 1.5, "sinks": True},
+    {"sinks": True, "holes": True},
+    {"softcap": 1.5, "sinks": True, "holes": True},
+]
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("query_length", [1, 2, 9])
+def test_head_ratios(heads, query_length):
+    check(Case(heads=heads, query_length=query_length, lengths=(21, 34)), torch.float64)
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("lengths", [(20, 20), (20, 33)], ids=str)
+@pytest.mark.parametrize("query_length", [1, 9])
+def test_key_and_value_widths(dims, lengths, query_length):
+    check(Case(dims=dims, heads=(3, 1), lengths=lengths, query_length=query_length))
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+@pytest.mark.parametrize("query_length", [1, 33])
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_lengths_around_a_block_edge(block_size, beyond, query_length, is_ragged):
+    length = 2 * block_size + beyond
+    lengths = (length, length - 5) if is_ragged else (length, length)
+    check(Case(block_size=block_size, lengths=lengths, query_length=query_length))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("query_length", QUERY_LENGTHS)
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("new_from_blocks", [False, True])
+def test_windows_and_rows_of_any_length(lengths, query_length, window, new_from_blocks):
+    check(Case(lengths=lengths, query_length=query_length, window=window, new_from_blocks=new_from_blocks))
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+@pytest.mark.parametrize("lengths", [(34, 34), (40, 17, 3), (0, 0)], ids=str)
+@pytest.mark.parametrize("query_length", [1, 8, 9])
+@pytest.mark.parametrize("window", [None, 10])
+def test_softcap_sinks_and_holes(features, lengths, query_length, window):
+    case = Case(lengths=lengths, query_length=query_length, window=window, heads=(6, 2), **features)
+    check(case, torch.float64)
+    check(replace(case, new_from_blocks=True), torch.float64)
+
+
+@pytest.mark.parametrize("query_length", [1, 9])
+@pytest.mark.parametrize("lengths", [(32,), (40,), (48, 48), (48, 33)], ids=str)
+@pytest.mark.parametrize("window", [None, 20])
+def test_blocks_that_follow_each_other_are_read_in_place(query_length, lengths, window):
+    case = Case(query_length=query_length, lengths=lengths, window=window, ids_in_order=True)
+    check(case)
+    check(replace(case, new_from_blocks=True))
+
+
+@pytest.mark.parametrize("lengths", [(40, 40), (40, 21)], ids=str)
+@pytest.mark.parametrize("features", FEATURES[1:], ids=str)
+def test_many_queries_are_taken_in_tiles(monkeypatch, lengths, features):
+    """The bound of the score matrix cuts the queries into tiles of 1, 3 and 33; the last tile may be smaller."""
+    for tile in (1, 3, 32):
+        monkeypatch.setattr(reference, "MAX_SCORES", tile * len(lengths) * 2 * 64)
+        check(Case(lengths=lengths, query_length=33, window=30, **features), torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("features", [{}, {"softcap": 1.5, "sinks": True, "holes": True}], ids=str)
+@pytest.mark.parametrize("lengths", [(9, 4), (40, 40), (40, 17)], ids=str)
+@pytest.mark.parametrize("query_length", [1, 9])
+def test_16_bit_error_is_two_roundings_of_the_largest_value(dtype, features, lengths, query_length):
+    case = Case(lengths=lengths, query_length=query_length, heads=(6, 2), dims=(64, 64), **features)
+    largest = max(float(row.value.abs().max()) for row in random_rows(case, dtype, torch.Generator().manual_seed(0)))
+    for out, lse, expected_out, expected_lse in attend(case, dtype):
+        assert out.dtype == dtype
+        assert lse.dtype == torch.float32
+        assert float((out.double() - expected_out).abs().max()) <= 2 * torch.finfo(dtype).eps * largest
+        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [*LENGTHS, (16, 16), (40, 40), (0, 1, 48)], ids=str)
+@pytest.mark.parametrize("query_length", QUERY_LENGTHS)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_whole_matrix(lengths, query_length, window):
+    """Every feature and both sources of the new tokens; heads, widths and block sizes take turns."""
+    shapes = itertools.cycle(itertools.product(HEADS, DIMS, BLOCK_SIZES))
+    shapes = itertools.islice(shapes, 5 * sum(lengths) + 3 * query_length + (window or 0), None, 31)
+    for features, new_from_blocks in itertools.product(FEATURES, (False, True)):
+        heads, dims, block_size = next(shapes)
+        case = Case(lengths, query_length, heads, dims, block_size, window, new_from_blocks=new_from_blocks, **features)
+        check(case, torch.float64)
+
+
+@pytest.mark.parametrize("lengths", [(40, 40), (40, 17), (0, 5)], ids=str)
+@pytest.mark.parametrize("query_length", [1, 9])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_partial_results_merge_by_log_sum_exp(lengths, query_length, sinks):
+    """Attention to two disjoint sets of keys, merged, is attention to all; sinks take part in one of the two."""
+    case = Case(lengths=lengths, query_length=query_length)
+    generator = torch.Generator().manual_seed(0)
+    rows = random_rows(case, torch.float64, generator)
+    query = torch.randn(len(rows), 2, query_length, 16, dtype=torch.float64, generator=generator)
+    logits = torch.randn(2, dtype=torch.float64, generator=generator) if sinks else None
+    chosen = torch.rand(len(rows), max(lengths), generator=generator) < 0.5
+    blocks, step = lay_out(replace(case, new_from_blocks=True), rows, math.nan)
+
+    def attend_to(key_mask: torch.Tensor | None, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        return paged_attention(query, blocks, step, scale=0.3, sinks=sinks, key_mask=key_mask, return_lse=True)
+
+    merged = oracle.merge([attend_to(chosen, logits), attend_to(~chosen, None)])
+    torch.testing.assert_close(merged, attend_to(None, logits), atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+@pytest.mark.parametrize("dims", [(16, 16), (24, 8)], ids=str)
+@pytest.mark.parametrize("new_tokens", [1, 5])
+def test_dense_attention(features, dims, new_tokens):
+    """Keys in no blocks, and the weights: those of the oracle are its outputs for values that are unit vectors."""
+    case = Case(lengths=(12, 12), query_length=new_tokens, heads=(6, 2), dims=dims, **features)
+    generator = torch.Generator().manual_seed(0)
+    rows = random_rows(case, torch.float64, generator)
+    query = torch.randn(2, 6, new_tokens, dims[0], dtype=torch.float64, generator=generator)
+    options = {
+        "scale": 0.5,
+        "softcap": case.softcap,
+        "sinks": torch.randn(6, generator=generator) if case.sinks else None,
+    }
+    key_mask = torch.rand(2, 12, generator=generator) < 0.6 if case.holes else torch.ones(2, 12, dtype=torch.bool)
+    key_mask[0] &= not case.holes  # one row that sees nothing
+    visible = torch.ones(new_tokens, 12, dtype=torch.bool).tril(12 - new_tokens) & key_mask[:, None, None]
+
+    key, value = (torch.stack(states) for states in zip(*rows, strict=True))
+    out, weights = dense_attention(query, key, value, visible=visible, **options)
+
+    expected_out, _ = oracle.attention(query, rows, key_mask=key_mask, **options)
+    units = [oracle.Row(row.key, torch.eye(12).expand(2, 12, 12)) for row in rows]
+    expected_weights, _ = oracle.attention(query, units, key_mask=key_mask, **options)
+    torch.testing.assert_close(out, expected_out, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(weights, expected_weights, atol=1e-12, rtol=1e-12)
+
+
+def test_dense_attention_adds_a_bias_and_drops_weights():
+    query, key, value = (torch.randn(2, 4, 3, 16, dtype=torch.float64) for _ in range(3))
+    slopes = torch.randn(1, 4, 3, 3, dtype=torch.float64)
+    out, weights = dense_attention(query, key, value, scale=0.25, bias=slopes)
+    expected = (query @ key.mT * 0.25 + slopes).softmax(-1)
+    torch.testing.assert_close(weights, expected, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(out, expected @ value, atol=1e-12, rtol=1e-12)
+
+    torch.manual_seed(0)
+    out, weights = dense_attention(query, key, value, scale=0.25, dropout=0.5)
+    expected = (query @ key.mT * 0.25).softmax(-1)
+    is_dropped = weights == 0
+    assert 0 < int(is_dropped.sum()) < weights.numel()
+    torch.testing.assert_close(weights, (2 * expected).masked_fill(is_dropped, 0), atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(out, weights @ value, atol=1e-12, rtol=1e-12)
