@@ -133,7 +133,7 @@ class PagedLayer(CacheLayerMixin):
                 "[batch, num_kv_heads, tokens, head_dim], with the same batch, heads and tokens"
             )
         pool = self.group.pool.layers.get(self.layer_idx)
-        if pool is not None and pool.geometry != Geometry.of(key, value):
+        if pool is not None and not pool.geometry.fits(key, value):
             raise InvalidArgumentError(
                 f"layer {self.layer_idx} of this cache holds {pool.geometry}, but was given "
                 f"{Geometry.of(key, value)}. A cache belongs to one model, dtype and device: make a new one with "

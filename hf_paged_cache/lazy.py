@@ -150,8 +150,7 @@ class LazyKV(LazyTensor):
         # A codec that loses bits still lets the new tokens be attended to exactly.
         stored_only = self.new is None or (step.new_tokens_stored and source.pool.codec.is_exact)
         last_column = step.num_columns if stored_only else step.first_column
-        geometry = source.pool.geometry
-        index = step.column_index(source.first_column, last_column, geometry.num_kv_heads, geometry.device)
+        index = step.column_index(source.first_column, last_column, source.pool.blocks)
         stored = self._read(index)
         return stored if stored_only else torch.cat([stored, self.new], dim=2)
 

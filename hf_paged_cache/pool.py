@@ -39,12 +39,14 @@ class LayerPool:
         """Moves the blocks into larger tensors; while it runs, both are held."""
         larger = self.codec.allocate(self.geometry, self.block_size, num_blocks)
         for new, old in zip(larger.planes, self.blocks.planes, strict=True):
-            new[: old.shape[0]].copy_(old)
+            new[:, : old.shape[1]].copy_(old)
         self.blocks = larger
 
     def write(self, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:
         """Stores the new tokens `[batch, num_kv_heads, query_length, dim]` of a step."""
-        self.codec.write(self.blocks, key.detach(), value.detach(), step)
+        if key.requires_grad or value.requires_grad:
+            key, value = key.detach(), value.detach()
+        self.codec.write(self.blocks, key, value, step)
 
     def read_key(self, index: TokenIndex) -> torch.Tensor:
         """Keys `[batch, num_kv_heads, tokens, key_dim]`, zero for tokens not stored."""

@@ -27,6 +27,17 @@ class Geometry:
         """Geometry of keys and values `[batch, num_kv_heads, tokens, dim]`."""
         return cls(key.shape[1], key.shape[3], value.shape[3], key.dtype, value.dtype, key.device)
 
+    def fits(self, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether keys and values have this geometry."""
+        return (
+            key.shape[1] == self.num_kv_heads
+            and key.shape[3] == self.key_dim
+            and value.shape[3] == self.value_dim
+            and key.dtype == self.key_dtype
+            and value.dtype == self.value_dtype
+            and key.device == self.device
+        )
+
     def __str__(self) -> str:
         dims = str(self.key_dim) if self.key_dim == self.value_dim else f"{self.key_dim}/{self.value_dim}"
         dtypes = str(self.key_dtype).removeprefix("torch.")

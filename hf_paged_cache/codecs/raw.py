@@ -18,7 +18,7 @@ class RawCodec(Codec):
         return geometry.num_kv_heads * block_size * (key_bytes + value_bytes)
 
     def allocate(self, geometry: Geometry, block_size: int, num_blocks: int) -> KVBlocks:
-        shape = (num_blocks, geometry.num_kv_heads, block_size)
+        shape = (geometry.num_kv_heads, num_blocks, block_size)
         return KVBlocks(
             key=torch.empty(*shape, geometry.key_dim, dtype=geometry.key_dtype, device=geometry.device),
             value=torch.empty(*shape, geometry.value_dim, dtype=geometry.value_dtype, device=geometry.device),

@@ -1,7 +1,7 @@
 """How keys and values lie in the blocks of one layer."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -11,27 +11,31 @@ import torch
 class KVBlocks:
     """All blocks of one layer, in the model's dtype.
 
-        key[b]:    head 0: [ token 0 | token 1 | ... | token block_size - 1 ]      each token: key_dim values
-                   head 1: [ ...                                            ]
-        value[b]:  the same with value_dim
+        key[head]:   block 0: [ token 0 | ... | token block_size - 1 ]     each token: key_dim values
+                     block 1: [ ...                                  ]
+        value[head]: the same with value_dim
 
-    A block of one head is one contiguous run, so that a kernel reads a tile of it with a single block id.
-    Formats that store more (scales, zero points) add planes of their own; dimension 0 of every plane is the block.
+    One block of one head is one contiguous run, so that a kernel reads a tile of it with a single block id. Heads come
+    first: blocks whose ids follow each other are then, for each head, one array of tokens, which any attention kernel
+    can read in place as `[num_kv_heads, tokens, dim]`.
+
+    Formats that store more (scales, zero points) add planes of their own, with the same first three dimensions or
+    without the last of them.
 
     Attributes:
-        key: `[num_blocks, num_kv_heads, block_size, key_dim]`
-        value: `[num_blocks, num_kv_heads, block_size, value_dim]`; `value_dim` may differ from `key_dim`.
+        key: `[num_kv_heads, num_blocks, block_size, key_dim]`
+        value: `[num_kv_heads, num_blocks, block_size, value_dim]`; `value_dim` may differ from `key_dim`.
     """
 
     key: torch.Tensor
     value: torch.Tensor
 
     @property
-    def num_blocks(self) -> int:
+    def num_kv_heads(self) -> int:
         return self.key.shape[0]
 
     @property
-    def num_kv_heads(self) -> int:
+    def num_blocks(self) -> int:
         return self.key.shape[1]
 
     @property
@@ -42,14 +46,15 @@ class KVBlocks:
     def planes(self) -> tuple[torch.Tensor, ...]:
         return (self.key, self.value)
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "KVBlocks":
-        """The same layout with `function` applied to each plane, one plane after the other."""
-        return KVBlocks(function(self.key), function(self.value))
+    @cached_property
+    def token_planes(self) -> tuple[torch.Tensor, ...]:
+        """The planes as `[num_kv_heads, num_blocks * block_size, dim]`: a token for each slot."""
+        return tuple(plane.flatten(1, 2) for plane in self.planes)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenIndex:
-    """Where tokens lie in a plane `[num_blocks, num_kv_heads, block_size, dim]` seen as rows of `dim` values.
+    """Where tokens lie in a plane, seen as rows of `dim` values.
 
     Attributes:
         rows: int64 `[batch * num_kv_heads * tokens]`, a row for each (sequence, head, token); row 0 where the token
@@ -65,30 +70,31 @@ class TokenIndex:
     shape: tuple[int, int, int]
 
     @classmethod
-    def from_slots(cls, slots: np.ndarray, num_kv_heads: int, block_size: int, device: torch.device) -> "TokenIndex":
+    def from_slots(cls, slots: np.ndarray, blocks: KVBlocks) -> "TokenIndex":
         """
         Args:
             slots: host int64 `[batch, tokens]`, `block id * block_size + offset`, or -1 for a token that is not
                 stored.
-            device: where the index is to be used.
+            blocks: the blocks that the index is for.
         """
         batch, tokens = slots.shape
-        heads = np.arange(num_kv_heads)[None, :, None]
-        safe_slots = np.maximum(slots, 0)[:, None]
-        rows = (safe_slots // block_size * num_kv_heads + heads) * block_size + safe_slots % block_size
+        device = blocks.key.device
+        heads = np.arange(blocks.num_kv_heads)[None, :, None]
+        rows = heads * (blocks.num_blocks * blocks.block_size) + np.maximum(slots, 0)[:, None]
         stored = missing = None
         if (slots < 0).any():
             present = np.broadcast_to((slots >= 0)[:, None], rows.shape).reshape(-1)
             stored = torch.from_numpy(present.nonzero()[0]).to(device)
             missing = torch.from_numpy((~present).nonzero()[0]).to(device)
-        return cls(torch.from_numpy(rows.reshape(-1)).to(device), stored, missing, (batch, num_kv_heads, tokens))
+        shape = (batch, blocks.num_kv_heads, tokens)
+        return cls(torch.from_numpy(rows.reshape(-1)).to(device), stored, missing, shape)
 
 
 def gather_tokens(plane: torch.Tensor, index: TokenIndex) -> torch.Tensor:
     """Copies tokens out of their blocks.
 
     Args:
-        plane: `[num_blocks, num_kv_heads, block_size, dim]`
+        plane: `[num_kv_heads, num_blocks, block_size, dim]`
         index: which tokens.
 
     Returns:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from hf_paged_kernels.layout import TokenIndex
+from hf_paged_kernels.layout import KVBlocks, TokenIndex
 
 T = TypeVar("T")
 
@@ -124,46 +124,36 @@ class StepMetadata:
         present = (tokens >= 0) & (tokens < self.seq_lens[:, None]) & (block_ids != 0)
         return np.where(present, block_ids * self.block_size + tokens % self.block_size, -1)
 
-    def column_index(self, first_column: int, last_column: int, num_kv_heads: int, device: torch.device) -> TokenIndex:
-        """Index of the columns `first_column..last_column - 1`, for `gather_tokens`."""
+    def column_index(self, first_column: int, last_column: int, blocks: KVBlocks) -> TokenIndex:
+        """Index of the columns `first_column..last_column - 1` in `blocks`, for `gather_tokens`."""
         columns = np.arange(first_column, last_column)[None]
-        return self._token_index(
-            ("columns", first_column, last_column), columns - self.padding[:, None], num_kv_heads, device
+        return self._index(
+            ("columns", first_column, last_column), blocks, lambda: self.slots_of(columns - self.padding[:, None])
         )
 
-    def token_index(self, first: int, last: int, num_kv_heads: int, device: torch.device) -> TokenIndex:
-        """Index of the tokens `first..last - 1` of every row, for `gather_tokens`."""
-        return self._token_index(("tokens", first, last), np.arange(first, last)[None], num_kv_heads, device)
+    def token_index(self, first: int, last: int, blocks: KVBlocks) -> TokenIndex:
+        """Index of the tokens `first..last - 1` of every row in `blocks`, for `gather_tokens`."""
+        return self._index(("tokens", first, last), blocks, lambda: self.slots_of(np.arange(first, last)[None]))
 
-    def write_index(self, num_kv_heads: int, device: torch.device) -> TokenIndex:
-        """Index of the new columns, for `write_kv`."""
-        return self.memo(
-            ("write", num_kv_heads, device),
-            lambda: TokenIndex.from_slots(self.slots.astype(np.int64), num_kv_heads, self.block_size, device),
-        )
+    def write_index(self, blocks: KVBlocks) -> TokenIndex:
+        """Index of the new columns in `blocks`, for `write_kv`."""
+        return self._index(("new",), blocks, lambda: self.slots)
 
-    def block_ids(self, first: int, last: int, device: torch.device) -> torch.Tensor | slice:
-        """Ids of the logical blocks `first..last - 1` of all rows, row by row.
+    def run_of_slots(self, first: int, last: int) -> slice | None:
+        """The slots of the tokens `first..last - 1` if there is one row and they follow each other; else `None`."""
+        return self.memo(("run", first, last), lambda: self._run_of_slots(first, last))
 
-        Returns:
-            A slice of the pool if there is one row whose ids follow each other, so that its blocks can be read in
-            place; else int64 `[batch * (last - first)]`.
-        """
-        return self.memo(("blocks", first, last, device), lambda: self._block_ids(first, last, device))
+    def _run_of_slots(self, first: int, last: int) -> slice | None:
+        if self.batch > 1:
+            return None
+        slots = self.slots_of(np.arange(first, last)[None])[0]
+        if slots[0] < 0 or (np.diff(slots) != 1).any():
+            return None
+        return slice(int(slots[0]), int(slots[0]) + last - first)
 
-    def _token_index(
-        self, key: tuple[str, int, int], tokens: np.ndarray, num_kv_heads: int, device: torch.device
-    ) -> TokenIndex:
-        return self.memo(
-            (*key, num_kv_heads, device),
-            lambda: TokenIndex.from_slots(self.slots_of(tokens), num_kv_heads, self.block_size, device),
-        )
-
-    def _block_ids(self, first: int, last: int, device: torch.device) -> torch.Tensor | slice:
-        ids = self.block_table[:, first:last].reshape(-1).astype(np.int64)
-        if self.batch == 1 and (np.diff(ids) == 1).all():
-            return slice(int(ids[0]), int(ids[0]) + len(ids))
-        return torch.from_numpy(ids).to(device)
+    def _index(self, key: tuple, blocks: KVBlocks, slots: Callable[[], np.ndarray]) -> TokenIndex:
+        key = (*key, blocks.num_kv_heads, blocks.num_blocks, blocks.key.device)
+        return self.memo(key, lambda: TokenIndex.from_slots(slots(), blocks))
 
     def _upload(self, device: torch.device) -> DeviceStep:
         parts = (self.block_table, self.seq_lens, self.slots)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hf_paged_kernels.layout import KVBlocks, TokenIndex
+from hf_paged_kernels.layout import KVBlocks
 from hf_paged_kernels.step import StepMetadata
 
 
@@ -17,9 +17,12 @@ def write_kv(blocks: KVBlocks, key: torch.Tensor, value: torch.Tensor, step: Ste
         value: `[batch, num_kv_heads, query_length, value_dim]`
         step: the forward pass. Tokens whose slot is -1 are passed over.
     """
-    index = step.write_index(blocks.num_kv_heads, blocks.key.device)
-    for plane, tokens in zip(blocks.planes, (key, value), strict=True):
-        _write_tokens(plane, tokens, index)
+    index = step.write_index(blocks)
+    for plane, tokens in zip(blocks.token_planes, (key, value), strict=True):
+        dim, rows, tokens = plane.shape[-1], index.rows, tokens.reshape(-1, tokens.shape[-1])
+        if index.stored is not None:
+            rows, tokens = rows.index_select(0, index.stored), tokens.index_select(0, index.stored)
+        plane.view(-1, dim).index_copy_(0, rows, tokens)
 
 
 def copy_blocks(blocks: KVBlocks, source_ids: Iterable[int], target_ids: Iterable[int]) -> None:
@@ -33,12 +36,4 @@ def copy_blocks(blocks: KVBlocks, source_ids: Iterable[int], target_ids: Iterabl
     sources = torch.tensor(list(source_ids), dtype=torch.long, device=device)
     targets = torch.tensor(list(target_ids), dtype=torch.long, device=device)
     for plane in blocks.planes:
-        plane.index_copy_(0, targets, plane.index_select(0, sources))
-
-
-def _write_tokens(plane: torch.Tensor, tokens: torch.Tensor, index: TokenIndex) -> None:
-    rows, dim = index.rows, plane.shape[-1]
-    tokens = tokens.reshape(-1, dim)
-    if index.stored is not None:
-        rows, tokens = rows.index_select(0, index.stored), tokens.index_select(0, index.stored)
-    plane.view(-1, dim).index_copy_(0, rows, tokens)
+        plane.index_copy_(1, targets, plane.index_select(1, sources))

@@ -1,0 +1,107 @@
+"""What every test gets: memory in which whatever was not written is poison, and two tiny models.
+
+A factory is a fixture that returns a function, so that a test says at the call what matters to it:
+`windowed(["sliding_attention", "full_attention"], "sdpa")`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import pytest
+import torch
+from hf_paged_kernels import KVBlocks
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+from hf_paged_cache.codecs import Geometry, RawCodec
+from tests.families import randomize
+
+VOCABULARY = 128
+PAD = 0
+FIRST_WORD = 8
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": PAD,
+    "bos_token_id": 1,
+    "eos_token_id": None,  # so that every answer has the length that was asked for
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fills every pool with NaN when it is allocated: a slot that is read but was never written shows in any result."""
+    allocate = RawCodec.allocate
+
+    def allocate_poisoned(self: RawCodec, geometry: Geometry, block_size: int, num_blocks: int) -> KVBlocks:
+        blocks = allocate(self, geometry, block_size, num_blocks)
+        for plane in blocks.planes:
+            plane.fill_(math.nan)
+        return blocks
+
+    monkeypatch.setattr(RawCodec, "allocate", allocate_poisoned)
+
+
+@pytest.fixture(scope="session")
+def llama() -> Callable[..., PreTrainedModel]:
+    """`llama(attention="hf_paged", num_layers=3)`: full attention, 4 heads on 2. Tests that change a model copy it."""
+
+    @lru_cache
+    def make(attention: str = "hf_paged", num_layers: int = 3) -> PreTrainedModel:
+        return _build(LlamaConfig(**SIZES, num_hidden_layers=num_layers), attention)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def windowed() -> Callable[..., PreTrainedModel]:
+    """`windowed(layer_types, attention="hf_paged", window=16, softcap=None)`: a Gemma 2 with these layers."""
+
+    @lru_cache
+    def make_cached(types: tuple[str, ...], attention: str, window: int, softcap: float | None) -> PreTrainedModel:
+        config = Gemma2Config(
+            **SIZES,
+            num_hidden_layers=len(types),
+            layer_types=list(types),
+            sliding_window=window,
+            attn_logit_softcapping=softcap,
+            query_pre_attn_scalar=8,
+        )
+        return _build(config, attention)
+
+    def make(
+        layer_types: Sequence[str], attention: str = "hf_paged", window: int = 16, softcap: float | None = None
+    ) -> PreTrainedModel:
+        return make_cached(tuple(layer_types), attention, window, softcap)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prompts() -> Callable[..., dict[str, Tensor]]:
+    """`prompts(3, 17, 40, seed=0)`: random prompts of these lengths, left-padded, with their attention mask."""
+
+    def make(*lengths: int, seed: int = 0) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.full((len(lengths), max(lengths)), PAD)
+        for row, length in enumerate(lengths):
+            ids[row, ids.shape[1] - length :] = torch.randint(FIRST_WORD, VOCABULARY, (length,), generator=generator)
+        columns = torch.arange(max(lengths))
+        mask = (columns >= max(lengths) - torch.tensor(lengths)[:, None]).long()
+        return {"input_ids": ids, "attention_mask": mask}
+
+    return make
+
+
+def _build(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    randomize(model)
+    return model.eval()
