@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from hf_paged_cache.budget import MemoryBudget, parse_bytes
 from hf_paged_cache.codecs import make_codec
@@ -38,6 +43,8 @@ class PagedCache(DynamicCache):
         block_size: tokens a block, a power of two from 16 to 256.
         num_blocks: hard limit of the blocks of each layer group, allocated at once. `None`: grow on demand.
         memory: hard limit of the bytes of all pools, a number or text such as `"2GiB"`. `None`: grow on demand.
+        cross_attention: the cache is to hold an encoder's keys and values, the second one of an
+            `EncoderDecoderCache`: every layer then keeps all of them, whatever window its self-attention has.
 
     Raises:
         InvalidArgumentError: an argument has no meaning.
@@ -60,6 +67,7 @@ class PagedCache(DynamicCache):
         block_size: int = 64,
         num_blocks: int | None = None,
         memory: int | str | None = None,
+        cross_attention: bool = False,
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
             raise InvalidArgumentError(
@@ -72,6 +80,8 @@ class PagedCache(DynamicCache):
         self._budget = MemoryBudget(None if memory is None else parse_bytes(memory))
         self._factory = GroupFactory(make_codec(kv), block_size, self._budget, num_blocks)
         super().__init__(config=config)
+        if cross_attention:
+            self.layers = [DynamicLayer() for _ in self.layers]
         self.layers, self._groups = paged_layers(self.layers, config, self._factory)
         self._num_config_groups = len(self._groups)
         self._end_pass()
@@ -108,7 +118,6 @@ class PagedCache(DynamicCache):
             tail_waste_bytes=tail_waste,
             copies=sum(pool.copies for pool in pools),
             evictions=sum(allocator.evictions for allocator in allocators),
-            hits=0,
         )
 
     def update(
@@ -272,6 +281,10 @@ class PagedCache(DynamicCache):
             check_mask(attention_mask, group.table, num_new)
         first_column = max((group.table.num_columns for group in config_groups), default=0)
         self._announced = Announcement(first_column, num_new, attention_mask)
+        for group in config_groups:
+            # Recurrent states cannot be taken back, so a lack of blocks has to show before the first layer runs.
+            attended = self._announced.new_columns(group.table, num_new)
+            group.check_room(num_new, attended, keep_past=self._records_past(group))
 
     def _unfinished_layers(self) -> list[int]:
         """Layers that an interrupted forward pass has not reached, though it has reached others."""
@@ -333,6 +346,9 @@ class PagedCache(DynamicCache):
     def _undo_pass(self) -> None:
         for group in self._groups:
             group.undo_step()
+        if self._groups and self._lead_table() is None:
+            for layer in self._layers_with_own_rows():
+                _own(layer, "reset")()
         self._end_pass()
 
 

@@ -68,6 +68,15 @@ class LayerGroup:
             self.pool.copy(copies)
         return self.step
 
+    def check_room(self, num_new: int, attended: np.ndarray | None, *, keep_past: bool) -> None:
+        """Checks that the next step fits the limits of the pool, before any layer runs.
+
+        Raises:
+            OutOfBlocks: it does not.
+        """
+        if self.table.num_columns and self.pool.is_limited:
+            self.pool.check_room(self.table.blocks_to_extend(num_new, attended, keep_past=keep_past))
+
     def finish(self, layer_idx: int) -> None:
         """Records that a layer has been given the columns of the current step."""
         self.lengths[layer_idx] = self.table.num_columns

@@ -77,7 +77,8 @@ class PagedLayer(CacheLayerMixin):
         self._check(key_states, value_states)
         batch, _, num_new, _ = key_states.shape
         if num_new == 0:
-            return key_states, value_states
+            stored = (self.keys, self.values)
+            return (key_states, value_states) if None in stored else stored
         pool = self.group.pool.layer(self.layer_idx, key_states, value_states)
         first_column = self.get_mask_sizes(num_new)[1]
         step = self.group.begin(self.layer_idx, batch, num_new, attended, keep_past=self.record_past)

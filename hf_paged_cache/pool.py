@@ -97,6 +97,11 @@ class GroupPool:
             self._budget.remove(self.num_bytes)
 
     @property
+    def is_limited(self) -> bool:
+        """Whether there is a limit to the blocks of the group."""
+        return self._max_blocks is not None or self._budget.limit is not None
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers of the group."""
         known = [layer.block_bytes for layer in self.layers.values()]
@@ -137,6 +142,17 @@ class GroupPool:
                 self._grow(count, missing)
         return self.allocator.allocate(count)
 
+    def check_room(self, count: int) -> None:
+        """Checks that `allocate(count)` would succeed.
+
+        Raises:
+            OutOfBlocks: it would not.
+        """
+        missing = count - self.allocator.num_available
+        allowed = self._allowed_blocks()
+        if missing > 0 and allowed is not None and self.allocator.num_blocks + missing > allowed:
+            raise self._out_of_blocks(count)
+
     def copy(self, copies: list[tuple[int, int]]) -> None:
         """Copies whole blocks `(source, target)` in every layer."""
         if copies:
@@ -146,10 +162,8 @@ class GroupPool:
             self.copies += len(copies)
 
     def _grow(self, needed: int, missing: int) -> None:
-        present = self.allocator.num_blocks
-        allowed = self._allowed_blocks()
-        if allowed is not None and present + missing > allowed:
-            raise self._out_of_blocks(needed)
+        self.check_room(needed)
+        present, allowed = self.allocator.num_blocks, self._allowed_blocks()
         if allowed is not None and (self._max_blocks is not None or self._is_only_group):
             target = allowed
         else:

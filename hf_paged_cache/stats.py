@@ -21,7 +21,6 @@ class CacheStats:
         tail_waste_bytes: bytes of this cache's used blocks in which no token of its rows lies.
         copies: blocks copied because a row wrote into a block that others hold (copy-on-write).
         evictions: reusable blocks that were taken back.
-        hits: tokens that were found in the prefix index instead of being computed.
     """
 
     rows: int
@@ -37,7 +36,6 @@ class CacheStats:
     tail_waste_bytes: int
     copies: int
     evictions: int
-    hits: int
 
 
 def format_bytes(num_bytes: int) -> str:

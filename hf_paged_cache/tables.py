@@ -1,6 +1,7 @@
 """Block tables: which blocks hold the tokens of which row, and how rows grow, shrink, move and share."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from hf_paged_kernels import StepMetadata
@@ -92,42 +93,33 @@ class BlockTable:
         """
         if self.num_columns == 0 and self.num_rows != num_rows:
             self._set_rows(num_rows)
-        size = self.block_size
-        padding = self._padding_after(num_new, attended)
-        old_lens = np.maximum(self.num_columns - padding, 0)
-        new_lens = self.num_columns + num_new - padding
-        store_from = old_lens
-        if self.window is not None and not keep_past:
-            # Tokens that no later step can see are not stored; whole blocks of them, to keep blocks aligned.
-            store_from = np.maximum(old_lens, (new_lens - self.window + 1) // size * size)
-        first_new_block = np.maximum(-(-old_lens // size), store_from // size)
-        last_block = -(-new_lens // size)
-        needed = np.maximum(last_block - first_new_block, 0)
-        copying = self._rows_to_copy(old_lens, new_lens, store_from)
-
-        new_ids = self._allocate(int(needed.sum()) + len(copying))
+        need = self._need(num_new, attended, keep_past)
+        new_ids = self._allocate(need.count)
 
         copies = []
-        for row, target in zip(copying, new_ids.tolist(), strict=False):
-            block = int(old_lens[row]) // size
+        for row, target in zip(need.copying, new_ids.tolist(), strict=False):
+            block = int(need.old_lens[row]) // self.block_size
             source = int(self.block_ids[row, block])
             self.block_ids[row, block] = target
             copies.append((source, target))
         if copies:
             self._allocator.release(np.array([source for source, _ in copies], dtype=np.int32))
             self.generation += 1
-        self._reserve(int(last_block.max()))
-        if needed.any():
-            unused = new_ids[len(copying) :]
-            for row in np.flatnonzero(needed).tolist():
-                first, count = int(first_new_block[row]), int(needed[row])
-                self.block_ids[row, first : first + count] = unused[:count]
-                unused = unused[count:]
-        self.padding = padding
+        self._reserve(int((need.first_block + need.blocks).max()))
+        unused = new_ids[len(need.copying) :]
+        for row in np.flatnonzero(need.blocks).tolist():
+            first, count = int(need.first_block[row]), int(need.blocks[row])
+            self.block_ids[row, first : first + count] = unused[:count]
+            unused = unused[count:]
+        self.padding = need.padding
         self.num_columns += num_new
         if self.window is not None and not keep_past:
             self.first_kept_column = max(self.first_kept_column, self.num_columns - self.window + 1)
-        return self._step(num_new, old_lens, store_from), copies
+        return self._step(num_new, need), copies
+
+    def blocks_to_extend(self, num_new: int, attended: np.ndarray | None, *, keep_past: bool) -> int:
+        """Blocks that `extend` with these arguments would take."""
+        return self._need(num_new, attended, keep_past).count
 
     def snapshot(self, num_columns: int) -> StepMetadata:
         """A step without new tokens, to read the first `num_columns` columns."""
@@ -232,6 +224,20 @@ class BlockTable:
         if num_blocks > width:
             self.block_ids = np.pad(self.block_ids, ((0, 0), (0, max(num_blocks, 2 * width) - width)))
 
+    def _need(self, num_new: int, attended: np.ndarray | None, keep_past: bool) -> "_Need":
+        size = self.block_size
+        padding = self._padding_after(num_new, attended)
+        old_lens = np.maximum(self.num_columns - padding, 0)
+        new_lens = self.num_columns + num_new - padding
+        store_from = old_lens
+        if self.window is not None and not keep_past:
+            # Tokens that no later step can see are not stored; whole blocks of them, to keep blocks aligned.
+            store_from = np.maximum(old_lens, (new_lens - self.window + 1) // size * size)
+        first_block = np.maximum(-(-old_lens // size), store_from // size)
+        blocks = np.maximum(-(-new_lens // size) - first_block, 0)
+        copying = self._rows_to_copy(old_lens, new_lens, store_from)
+        return _Need(padding, old_lens, store_from, first_block, blocks, copying)
+
     def _padding_after(self, num_new: int, attended: np.ndarray | None) -> np.ndarray:
         """Leading padding of each row once `num_new` columns have come."""
         if attended is None:
@@ -255,7 +261,7 @@ class BlockTable:
                 copying.append(row)
         return copying
 
-    def _step(self, num_new: int, old_lens: np.ndarray, store_from: np.ndarray) -> StepMetadata:
+    def _step(self, num_new: int, need: "_Need") -> StepMetadata:
         size = self.block_size
         seq_lens = self.seq_lens
         width = max(1, -(-int(seq_lens.max()) // size))
@@ -263,13 +269,37 @@ class BlockTable:
         tokens = (seq_lens - num_new)[:, None] + np.arange(num_new, dtype=np.int32)[None]
         rows = np.arange(self.num_rows)[:, None]
         slots = block_table[rows, np.maximum(tokens, 0) // size] * size + tokens % size
-        stored = tokens >= store_from[:, None]
         return StepMetadata(
             block_table=block_table,
             seq_lens=seq_lens,
             padding=self.padding,
-            slots=np.where(stored, slots, -1),
+            slots=np.where(tokens >= need.store_from[:, None], slots, -1),
             num_columns=self.num_columns,
             block_size=size,
-            new_tokens_stored=bool((store_from <= old_lens).all()),
+            new_tokens_stored=bool((need.store_from <= need.old_lens).all()),
         )
+
+
+class _Need(NamedTuple):
+    """What it takes to extend a table. Arrays are `[num_rows]`.
+
+    Attributes:
+        padding: leading padding of each row afterwards.
+        old_lens: tokens of each row before.
+        store_from: first new token that is stored.
+        first_block: first logical block that is new.
+        blocks: new blocks.
+        copying: rows whose last block has to be copied first.
+    """
+
+    padding: np.ndarray
+    old_lens: np.ndarray
+    store_from: np.ndarray
+    first_block: np.ndarray
+    blocks: np.ndarray
+    copying: list[int]
+
+    @property
+    def count(self) -> int:
+        """Blocks to be allocated."""
+        return int(self.blocks.sum()) + len(self.copying)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hf_paged_kernels import KVBlocks
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_paged_cache.codecs import Geometry, RawCodec
 from tests.families import randomize
@@ -63,24 +63,21 @@ def llama() -> Callable[..., PreTrainedModel]:
 
 @pytest.fixture(scope="session")
 def windowed() -> Callable[..., PreTrainedModel]:
-    """`windowed(layer_types, attention="hf_paged", window=16, softcap=None)`: a Gemma 2 with these layers."""
+    """`windowed(layer_types, attention="hf_paged", window=16)`: a Gemma 3 with these layers."""
 
     @lru_cache
-    def make_cached(types: tuple[str, ...], attention: str, window: int, softcap: float | None) -> PreTrainedModel:
-        config = Gemma2Config(
+    def make_cached(layer_types: tuple[str, ...], attention: str, window: int) -> PreTrainedModel:
+        config = Gemma3TextConfig(
             **SIZES,
-            num_hidden_layers=len(types),
-            layer_types=list(types),
+            num_hidden_layers=len(layer_types),
+            layer_types=list(layer_types),
             sliding_window=window,
-            attn_logit_softcapping=softcap,
             query_pre_attn_scalar=8,
         )
         return _build(config, attention)
 
-    def make(
-        layer_types: Sequence[str], attention: str = "hf_paged", window: int = 16, softcap: float | None = None
-    ) -> PreTrainedModel:
-        return make_cached(tuple(layer_types), attention, window, softcap)
+    def make(layer_types: Sequence[str], attention: str = "hf_paged", window: int = 16) -> PreTrainedModel:
+        return make_cached(tuple(layer_types), attention, window)
 
     return make
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import PagedCache
 from tests.compat import CACHE_ARGUMENT, generate
@@ -20,7 +20,9 @@ Prompts = Callable[..., dict[str, Tensor]]
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 LAYERS = pytest.mark.parametrize(
-    "layer_types", [[FULL, FULL], [SLIDING, FULL], [FULL, SLIDING], [SLIDING, SLIDING]], ids=lambda types: "-".join(types)
+    "layer_types",
+    [[FULL, FULL], [SLIDING, FULL], [FULL, SLIDING], [SLIDING, SLIDING]],
+    ids=lambda types: "-".join(types),
 )
 KV_HEADS, HEAD_DIM = 2, 8
 
@@ -55,9 +57,7 @@ def test_forward_returns_the_cache_in_a_tuple(llama: Models, prompts: Prompts) -
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True}], ids=["greedy", "beams", "sampling"])
-def test_generate_returns_the_cache_it_was_given(
-    llama: Models, prompts: Prompts, options: dict[str, Any]
-) -> None:
+def test_generate_returns_the_cache_it_was_given(llama: Models, prompts: Prompts, options: dict[str, Any]) -> None:
     model = llama()
     cache = PagedCache(model.config)
     output = generate(model, prompts(5), cache, max_new_tokens=3, return_dict_in_generate=True, **options)
@@ -174,12 +174,16 @@ def test_drafts_without_a_crop_in_between_keep_the_announced_columns(
             continue
         announced = [cache.get_mask_sizes(1, layer) for layer in range(len(cache))]
         new = slice(position, position + 1)
-        for (columns, offset), (got, _) in zip(announced, update_all(cache, key[:, :, new], value[:, :, new]), strict=True):
+        for (columns, offset), (got, _) in zip(
+            announced, update_all(cache, key[:, :, new], value[:, :, new]), strict=True
+        ):
             assert got.shape[2] == columns
             torch.testing.assert_close(got.clone(), key[:, :, offset : position + 1], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("extra", [{}, {"kwargs": {"position": 3}}, {"cache_kwargs": {"cache_position": None}}], ids=str)
+@pytest.mark.parametrize(
+    "extra", [{}, {"kwargs": {"position": 3}}, {"cache_kwargs": {"cache_position": None}}], ids=str
+)
 def test_update_takes_whatever_a_model_passes_with_it(llama: Models, extra: dict[str, Any]) -> None:
     cache = PagedCache(llama().config)
     key, _ = cache.update(states(3), states(3), 0, **extra)
@@ -240,8 +244,6 @@ def test_heads_may_be_fewer_than_the_config_says(llama: Models) -> None:
 @LAYERS
 @pytest.mark.parametrize("length", [5, 15, 16, 40])
 def test_keys_and_values_are_those_of_the_library(windowed: Models, layer_types: list[str], length: int) -> None:
-    from transformers import DynamicCache
-
     config = windowed(layer_types).config
     ours, theirs = PagedCache(config, block_size=16), DynamicCache(config=config)
     for start in range(0, length, 6):
@@ -265,8 +267,6 @@ def test_an_empty_layer_has_no_keys(llama: Models) -> None:
 def test_iteration_gives_what_a_cache_of_the_library_can_be_made_from(
     windowed: Models, prompts: Prompts, layer_types: list[str]
 ) -> None:
-    from transformers import DynamicCache
-
     model = windowed(layer_types, "sdpa")
     ours, theirs = PagedCache(model.config), DynamicCache(config=model.config)
     answer(model, prompts(20), ours)
@@ -322,17 +322,13 @@ def test_a_pickled_cache_goes_on_where_it_was(llama: Models, prompts: Prompts) -
     assert answer(model, longer, restored).equal(answer(model, longer, copy.deepcopy(cache)))
 
 
-@pytest.mark.parametrize("modes", [("inference", "no_grad"), ("no_grad", "inference")], ids=" then ".join)
-def test_a_cache_may_be_used_in_and_out_of_inference_mode(
-    llama: Models, prompts: Prompts, modes: tuple[str, str]
-) -> None:
+@pytest.mark.parametrize("first", ["inference_mode", "no_grad"])
+def test_a_cache_may_be_used_in_and_out_of_inference_mode(llama: Models, prompts: Prompts, first: str) -> None:
     model = llama()
     cache = PagedCache(model.config, block_size=16, num_blocks=8)
     ids = prompts(60)["input_ids"]
-    for mode, end in zip(modes, (30, 60), strict=True):
-        with torch.inference_mode(mode == "inference"):
-            sequences = answer(model, {"input_ids": ids[:, :end]}, cache) if end == 60 else None
-            if end == 30:
-                with torch.no_grad():
-                    model(ids[:, :end], **{CACHE_ARGUMENT: cache})
+    with torch.inference_mode(first == "inference_mode"), torch.no_grad():
+        model(ids[:, :30], **{CACHE_ARGUMENT: cache})
+    with torch.inference_mode(first != "inference_mode"):
+        sequences = answer(model, {"input_ids": ids}, cache)
     assert sequences.equal(answer(model, {"input_ids": ids}, None))

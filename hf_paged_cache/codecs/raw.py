@@ -19,10 +19,12 @@ class RawCodec(Codec):
 
     def allocate(self, geometry: Geometry, block_size: int, num_blocks: int) -> KVBlocks:
         shape = (geometry.num_kv_heads, num_blocks, block_size)
-        return KVBlocks(
-            key=torch.empty(*shape, geometry.key_dim, dtype=geometry.key_dtype, device=geometry.device),
-            value=torch.empty(*shape, geometry.value_dim, dtype=geometry.value_dtype, device=geometry.device),
-        )
+        # An inference tensor could not be written to once inference mode is left.
+        with torch.inference_mode(False):
+            return KVBlocks(
+                key=torch.empty(*shape, geometry.key_dim, dtype=geometry.key_dtype, device=geometry.device),
+                value=torch.empty(*shape, geometry.value_dim, dtype=geometry.value_dtype, device=geometry.device),
+            )
 
     def write(self, blocks: KVBlocks, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:
         write_kv(blocks, key, value, step)

@@ -1,0 +1,74 @@
+"""The snippets of the README and of docs/ run, on a tiny model in the place of the real one."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DECODER, ENCODER_DECODER = "HuggingFaceTB/SmolLM2-135M-Instruct", "google-t5/t5-small"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+def snippets(document: Path) -> list[str]:
+    """The Python code of a document."""
+    return re.findall(r"^```python\n(.*?)^```", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders with tiny random models and a tokenizer of the words in the documents, by the names they stand for."""
+    words = sorted({word for document in DOCUMENTS for word in re.findall(r"\w+|[^\w\s]", document.read_text())})
+    vocabulary = {word: index for index, word in enumerate(["<unk>", "<eos>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>")
+    fast.chat_template = CHAT_TEMPLATE
+    ids = {"vocab_size": len(vocabulary), "eos_token_id": 1, "pad_token_id": 1, "bos_token_id": None}
+    torch.manual_seed(0)
+    llama = LlamaConfig(
+        **ids,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    t5 = T5Config(**ids, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=1)
+    folders = {}
+    for name, model in ((DECODER, LlamaForCausalLM(llama)), (ENCODER_DECODER, T5ForConditionalGeneration(t5))):
+        folder = tmp_path_factory.mktemp("tiny")
+        model.save_pretrained(folder)
+        fast.save_pretrained(folder)
+        folders[name] = str(folder)
+    return folders
+
+
+@pytest.mark.parametrize("document", [pytest.param(path, id=path.name) for path in DOCUMENTS if snippets(path)])
+def test_snippets_run_in_the_order_of_the_document(document: Path, tiny_models: dict[str, str]) -> None:
+    namespace: dict[str, object] = {}
+    for snippet in snippets(document):
+        for name, folder in tiny_models.items():
+            snippet = snippet.replace(name, folder)
+        exec(snippet, namespace)
+
+
+def test_the_readme_has_snippets_to_run() -> None:
+    assert len(snippets(ROOT / "README.md")) >= 6
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+            if "://" not in target:
+                assert (document.parent / target).exists(), f"{document.name} links to {target}"
