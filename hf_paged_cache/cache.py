@@ -281,8 +281,10 @@ class PagedCache(DynamicCache):
             check_mask(attention_mask, group.table, num_new)
         first_column = max((group.table.num_columns for group in config_groups), default=0)
         self._announced = Announcement(first_column, num_new, attention_mask)
+        # Recurrent states cannot be taken back, so a lack of blocks has to show before the first layer runs.
         for group in config_groups:
-            # Recurrent states cannot be taken back, so a lack of blocks has to show before the first layer runs.
+            if not group.table.num_columns or not group.pool.is_limited:
+                continue
             attended = self._announced.new_columns(group.table, num_new)
             group.check_room(num_new, attended, keep_past=self._records_past(group))
 

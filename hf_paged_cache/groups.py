@@ -74,8 +74,8 @@ class LayerGroup:
         Raises:
             OutOfBlocks: it does not.
         """
-        if self.table.num_columns and self.pool.is_limited:
-            self.pool.check_room(self.table.blocks_to_extend(num_new, attended, keep_past=keep_past))
+        self.table.release_unkept()
+        self.pool.check_room(self.table.blocks_to_extend(num_new, attended, keep_past=keep_past))
 
     def finish(self, layer_idx: int) -> None:
         """Records that a layer has been given the columns of the current step."""
