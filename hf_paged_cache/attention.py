@@ -3,21 +3,20 @@
 Importing this module registers it with transformers, so that `attn_implementation="hf_paged"` is known.
 """
 
-import logging
+import inspect
+import sys
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from hf_paged_kernels import StepMetadata, dense_attention, paged_attention
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from hf_paged_cache.lazy import LazyKV, LazyTensor
-
-logger = logging.getLogger(__name__)
 
 ATTENTION_NAME = "hf_paged"
 
@@ -104,13 +103,16 @@ def paged_mask(
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    config: PreTrainedConfig | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
     """The mask function of `"hf_paged"`; arguments as transformers passes them to any mask function.
 
     Returns:
         A `LazyMask` for causal, sliding and chunked patterns with or without padding; for everything else (image
-        blocks, packed sequences, bidirectional attention) what `sdpa` gets.
+        blocks, packed sequences, bidirectional attention) what `sdpa` gets. Models that know no attention
+        implementations (Bloom, MPT) run their own code whatever is asked for, and get the mask it expects.
     """
     build = partial(
         sdpa_mask,
@@ -126,6 +128,8 @@ def paged_mask(
         use_vmap=use_vmap,
         device=device,
     )
+    if config is not None and not _calls_attention_interface(type(config)):
+        return eager_mask(**build.keywords, dtype=dtype)
     # transformers allows the skip exactly when nothing was added to the causal pattern.
     is_standard = allow_is_causal_skip and not allow_is_bidirectional_skip and not use_vmap
     if not is_standard or not isinstance(q_offset, int):
@@ -139,6 +143,16 @@ def paged_mask(
         first_query=q_offset,
         first_key=kv_offset,
     )
+
+
+@lru_cache
+def _calls_attention_interface(config_class: type[PreTrainedConfig]) -> bool:
+    """Whether the models of a config let an attention implementation be chosen, as far as their source tells."""
+    model_class = MODEL_MAPPING.get(config_class, None)
+    model_class = model_class[0] if isinstance(model_class, tuple | list) else model_class
+    if model_class is None:
+        return True
+    return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(sys.modules[model_class.__module__])
 
 
 def paged_attention_forward(

@@ -141,7 +141,7 @@ class LazyKV(LazyTensor):
     def _gather(self) -> torch.Tensor:
         source, step = self.source, self.source.step
         if self.new is not None and self.new.shape[2] == self.shape[2]:
-            return self.new
+            return self.new.contiguous()  # as a tensor of this shape claims to be
         if not source.is_current:
             raise CacheStateError(
                 "these keys and values belong to an earlier forward pass, and the blocks they were in have been given "

@@ -19,7 +19,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
 from tests.compat import generate
-from tests.families import FIRST_WORD, VOCABULARY
+from tests.family_configs import FIRST_WORD, VOCABULARY
 
 Inputs = Mapping[str, Tensor]
 Result = dict[str, Tensor]
@@ -73,7 +73,7 @@ def whole_sequences(prompt: Tensor, sequences: Tensor) -> Tensor:
 
 
 def next_turn(model: PreTrainedModel, inputs: Inputs, sequences: Tensor, seed: int) -> dict[str, Tensor]:
-    """The inputs of the turn after `inputs` was answered by `sequences`: all tokens so far and `TURN_LENGTH` new ones."""
+    """The inputs of the turn after `inputs` got `sequences` as answer: all tokens so far and `TURN_LENGTH` new ones."""
     ids_name, mask_name = prompt_names(model)
     history = whole_sequences(inputs[ids_name], sequences)
     generator = torch.Generator().manual_seed(seed)
@@ -142,7 +142,8 @@ def beam_search_returning_three(model: PreTrainedModel, inputs: Inputs, cache: C
 
 @lru_cache(maxsize=2)
 def draft_of(model: PreTrainedModel, noise: float) -> PreTrainedModel:
-    """A draft for `model`: a copy whose weights are off by `noise` of their own spread, so that it is right at times."""
+    """A draft for `model`: a copy whose weights are off by `noise` of their own spread, so that it is right now and
+    then."""
     draft = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

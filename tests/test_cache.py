@@ -202,7 +202,7 @@ def test_update_takes_tensors_of_any_stride(llama: Models) -> None:
     interleaved = key.transpose(1, 2).contiguous().transpose(1, 2)
     one_for_all = key[:1].expand(2, -1, -1, -1)
     assert not interleaved.is_contiguous()
-    got_key, got_value = cache.update(interleaved, one_for_all, 0)
+    cache.update(interleaved, one_for_all, 0)
     cache.update(key, key, 0)
     torch.testing.assert_close(cache.layers[0].keys.clone(), torch.cat([key, key], dim=2))
     torch.testing.assert_close(cache.layers[0].values.clone(), torch.cat([one_for_all, key], dim=2))
@@ -216,12 +216,14 @@ def test_update_stores_what_it_was_given_and_not_what_becomes_of_it(llama: Model
     torch.testing.assert_close(cache.layers[0].keys.clone(), states(5))
 
 
-def test_update_without_tokens_changes_nothing(llama: Models) -> None:
-    cache = PagedCache(llama().config)
-    cache.update(states(5), states(5), 0)
-    key, value = cache.update(states(0), states(0), 0)
-    assert key.shape[2] == value.shape[2] == 0
-    assert cache.get_seq_length() == 5
+@LAYERS
+def test_update_without_tokens_returns_what_is_stored(windowed: Models, layer_types: list[str]) -> None:
+    cache = PagedCache(windowed(layer_types).config)
+    assert [key.shape[2] for key, _ in update_all(cache, states(0), states(0))] == [0, 0]
+    update_all(cache, states(20), states(20))
+    announced = [cache.get_mask_sizes(0, layer)[0] for layer in range(2)]
+    assert [key.shape[2] for key, _ in update_all(cache, states(0), states(0))] == announced
+    assert cache.get_seq_length() == 20
 
 
 def test_a_layer_may_be_given_tokens_on_its_own(llama: Models) -> None:

@@ -13,4 +13,4 @@ def poisoned_blocks(
     num_blocks: int, kv_heads: int, block_size: int, dims: tuple[int, int], dtype: torch.dtype, poison: float
 ) -> KVBlocks:
     poison = poison if math.isnan(poison) else min(poison, torch.finfo(dtype).max)
-    return KVBlocks(*(torch.full((num_blocks, kv_heads, block_size, dim), poison, dtype=dtype) for dim in dims))
+    return KVBlocks(*(torch.full((kv_heads, num_blocks, block_size, dim), poison, dtype=dtype) for dim in dims))

@@ -83,7 +83,7 @@ def lay_out(case: Case, rows: list[oracle.Row], poison: float) -> tuple[KVBlocks
             table[b, block] = table[b, block] or next(ids)
             is_decoy = token >= case.past_lens[b] and not case.new_from_blocks
             for plane, states in zip(blocks.planes, row, strict=True):
-                plane[table[b, block], :, offset] = DECOY if is_decoy else states[:, token]
+                plane[:, table[b, block], offset] = DECOY if is_decoy else states[:, token]
             column = token - (row.length - case.query_length)
             if column >= 0:
                 slots[b, column] = table[b, block] * size + offset

@@ -41,7 +41,7 @@ class Batch:
         is_free = torch.from_numpy(self.allocator.references(np.arange(40)) == 0)
         self.step, copies = self.table.extend(num_rows, num_new, mask, keep_past=keep_past)
         for plane in self.blocks.planes:
-            plane[is_free] = self.poison
+            plane[:, is_free] = self.poison
         if copies:
             copy_blocks(self.blocks, *zip(*copies, strict=True))
         self.new_kv = (

@@ -84,42 +84,49 @@ def test_new_tokens_that_were_not_stored_have_no_slot():
 def test_columns_are_tokens_shifted_by_the_padding():
     step = make_step()
     blocks = poisoned_blocks(8, 2, 4, (3, 3), torch.float32, math.nan)
-    blocks.key[5, :, :, 0] = torch.arange(4.0)
-    blocks.key[2, :, :3, 0] = torch.arange(4.0, 7.0)
-    blocks.key[7, :, :, 0] = torch.arange(10.0, 14.0)
+    blocks.key[:, 5, :, 0] = torch.arange(4.0)
+    blocks.key[:, 2, :3, 0] = torch.arange(4.0, 7.0)
+    blocks.key[:, 7, :, 0] = torch.arange(10.0, 14.0)
 
-    columns = gather_tokens(blocks.key, step.column_index(0, 7, 2, CPU))[:, :, :, 0]
+    columns = gather_tokens(blocks.key, step.column_index(0, 7, blocks))[:, :, :, 0]
     assert columns[:, 0].tolist() == [[0, 1, 2, 3, 4, 5, 6], [0, 0, 0, 10, 11, 12, 13]]
     assert torch.equal(columns[:, 0], columns[:, 1])
 
-    tokens = gather_tokens(blocks.key, step.token_index(2, 5, 2, CPU))[:, :, :, 0]
+    tokens = gather_tokens(blocks.key, step.token_index(2, 5, blocks))[:, :, :, 0]
     assert tokens[:, 0].tolist() == [[2, 3, 4], [12, 13, 0]]
 
 
 def test_an_index_says_which_tokens_are_there():
-    step = make_step()
-    complete = step.token_index(0, 4, 2, CPU)
+    step, blocks = make_step(), poisoned_blocks(8, 2, 4, (3, 3), torch.float32, math.nan)
+    complete = step.token_index(0, 4, blocks)
     assert complete.shape == (2, 2, 4)
     assert complete.stored is None
     assert complete.missing is None
-    partial = step.token_index(3, 5, 2, CPU)
+    partial = step.token_index(3, 5, blocks)
     # Row 1 has no token 4: positions 5 and 7 of [row 0: 4 entries][row 1: head 0: 3 4][head 1: 3 4].
     assert partial.stored.tolist() == [0, 1, 2, 3, 4, 6]
     assert partial.missing.tolist() == [5, 7]
 
 
-def test_indices_are_made_once_and_for_what_they_were_asked():
+def test_indices_are_made_once_and_for_the_blocks_they_were_asked_for():
+    """A pool that has grown, or has other heads, needs an index of its own; one of other widths does not."""
     step = make_step()
-    assert step.token_index(0, 4, 2, CPU) is step.token_index(0, 4, 2, CPU)
-    assert step.write_index(2, CPU) is step.write_index(2, CPU)
+    blocks, same, grown, fewer_heads = (
+        poisoned_blocks(num_blocks, heads, 4, dims, torch.float32, math.nan)
+        for num_blocks, heads, dims in [(8, 2, (3, 3)), (8, 2, (5, 7)), (9, 2, (3, 3)), (8, 1, (3, 3))]
+    )
+    assert step.token_index(0, 4, blocks) is step.token_index(0, 4, same)
+    assert step.write_index(blocks) is step.write_index(same)
     asked = [
-        step.token_index(0, 4, 2, CPU),
-        step.token_index(0, 4, 1, CPU),
-        step.token_index(0, 3, 2, CPU),
-        step.token_index(1, 4, 2, CPU),
-        step.column_index(0, 4, 2, CPU),
-        step.write_index(2, CPU),
-        step.write_index(1, CPU),
+        step.token_index(0, 4, blocks),
+        step.token_index(0, 4, grown),
+        step.token_index(0, 4, fewer_heads),
+        step.token_index(0, 3, blocks),
+        step.token_index(1, 4, blocks),
+        step.column_index(0, 4, blocks),
+        step.write_index(blocks),
+        step.write_index(grown),
+        step.write_index(fewer_heads),
     ]
     assert len({id(index) for index in asked}) == len(asked)
 
@@ -162,20 +169,28 @@ def test_the_upload_is_no_view_of_the_host():
 
 
 @pytest.mark.parametrize(
-    ("row", "expected"),
-    [([4, 5, 6], slice(4, 7)), ([4], slice(4, 5)), ([4, 6, 7], [4, 6, 7]), ([6, 5, 4], [6, 5, 4])],
+    ("row", "tokens", "expected"),
+    [
+        ([4, 5, 6], (0, 12), slice(16, 28)),
+        ([4, 5, 6], (2, 9), slice(18, 25)),
+        ([1, 5, 6], (5, 9), slice(21, 25)),
+        ([6], (1, 2), slice(25, 26)),
+        ([4, 6, 7], (0, 12), None),
+        ([6, 5, 4], (0, 12), None),
+        ([0, 1, 2], (0, 12), None),
+        ([4, 5, 6], (0, 13), None),
+    ],
 )
-def test_blocks_that_follow_each_other_are_a_slice_of_the_pool(row, expected):
-    step = make_step(block_table=np.array([[9, *row]], dtype=np.int32), slots=np.zeros((1, 1), dtype=np.int32))
-    ids = step.block_ids(1, 1 + len(row), CPU)
-    assert ids == expected if isinstance(ids, slice) else ids.tolist() == expected
-    assert isinstance(ids, slice) == isinstance(expected, slice)
+def test_slots_that_follow_each_other_are_a_run(row, tokens, expected):
+    """Never one that begins in the null block, or goes on behind the row."""
+    step = make_step(
+        block_table=np.array([row], dtype=np.int32),
+        seq_lens=np.array([4 * len(row)], dtype=np.int32),
+        padding=np.zeros(1, dtype=np.int32),
+        slots=np.zeros((1, 1), dtype=np.int32),
+    )
+    assert step.run_of_slots(*tokens) == expected
 
 
-def test_block_ids_of_several_rows_stand_row_by_row():
-    step = make_step(block_table=np.array([[9, 8, 3], [1, 4, 0]], dtype=np.int32))
-    ids = step.block_ids(1, 3, CPU)
-    assert ids.tolist() == [8, 3, 4, 0]
-    assert ids.dtype == torch.int64
-    assert step.block_ids(1, 3, CPU) is ids
-    assert step.block_ids(0, 1, CPU).tolist() == [9, 1]
+def test_several_rows_are_no_run():
+    assert make_step(block_table=np.array([[1, 2], [3, 4]], dtype=np.int32)).run_of_slots(0, 4) is None

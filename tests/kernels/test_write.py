@@ -8,8 +8,6 @@ import torch
 from hf_paged_kernels import KVBlocks, StepMetadata, TokenIndex, copy_blocks, gather_tokens, write_kv
 from hostile import poisoned_blocks
 
-CPU = torch.device("cpu")
-
 
 def step_with(slots: list[list[int]], block_size: int) -> StepMetadata:
     """A step that has only its slots, which is all that writing looks at."""
@@ -31,9 +29,9 @@ def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def written(blocks: KVBlocks) -> torch.Tensor:
     """bool `[num_blocks, block_size]`, the slots that hold a token; those half written would show in the assert."""
-    flags = torch.stack([~plane.isnan() for plane in (blocks.key[..., 0], blocks.value[..., 0])]).transpose(2, 3)
-    assert bool((flags == flags[:1, ..., :1]).all())
-    return flags[0, ..., 0]
+    flags = torch.cat([~plane.isnan().permute(0, 3, 1, 2).flatten(0, 1) for plane in blocks.planes])
+    assert bool((flags == flags[0]).all())
+    return flags[0]
 
 
 @pytest.mark.parametrize("block_size", [16, 256, 24])
@@ -49,10 +47,10 @@ def test_tokens_come_back_from_the_slots_they_were_written_to(block_size, dims, 
     for b, row in enumerate(slots):
         for i, slot in enumerate(row):
             block, offset = divmod(slot, block_size)
-            assert torch.equal(blocks.key[block, :, offset], key[b, :, i])
-            assert torch.equal(blocks.value[block, :, offset], value[b, :, i])
-    assert sorted(written(blocks).flatten().nonzero().flatten().tolist()) == sorted(sum(slots, []))
-    index = TokenIndex.from_slots(np.array(slots), 3, block_size, CPU)
+            assert torch.equal(blocks.key[:, block, offset], key[b, :, i])
+            assert torch.equal(blocks.value[:, block, offset], value[b, :, i])
+    assert sorted(written(blocks).flatten().nonzero().flatten().tolist()) == sorted(slots[0] + slots[1])
+    index = TokenIndex.from_slots(np.array(slots), blocks)
     assert torch.equal(gather_tokens(blocks.key, index), key)
     assert torch.equal(gather_tokens(blocks.value, index), value)
 
@@ -62,8 +60,8 @@ def test_tokens_without_a_slot_are_passed_over():
     key, value = numbered(2, 2, 3, 3), -numbered(2, 2, 3, 3)
     write_kv(blocks, key, value, step_with([[-1, 5, -1], [-1, -1, 6]], 4))
     assert written(blocks).flatten().nonzero().flatten().tolist() == [5, 6]
-    assert torch.equal(blocks.key[1, :, 1], key[0, :, 1])
-    assert torch.equal(blocks.value[1, :, 2], value[1, :, 2])
+    assert torch.equal(blocks.key[:, 1, 1], key[0, :, 1])
+    assert torch.equal(blocks.value[:, 1, 2], value[1, :, 2])
 
 
 def test_a_step_without_any_slot_writes_nothing():
@@ -77,14 +75,14 @@ def test_keys_may_be_any_view():
     blocks = poisoned_blocks(2, 2, 4, (3, 5), torch.float32, math.nan)
     key, value = numbered(1, 3, 2, 3).transpose(1, 2), numbered(1, 1, 3, 5).expand(1, 2, 3, 5)
     write_kv(blocks, key, value, step_with([[4, 7, 5]], 4))
-    assert torch.equal(blocks.key[1][:, [0, 3, 1]], key[0])
-    assert torch.equal(blocks.value[1][:, [0, 3, 1]], value[0])
+    assert torch.equal(blocks.key[:, 1, [0, 3, 1]], key[0])
+    assert torch.equal(blocks.value[:, 1, [0, 3, 1]], value[0])
 
 
 def test_missing_tokens_read_as_zero_and_not_as_the_null_block():
     blocks = poisoned_blocks(2, 2, 4, (3, 3), torch.float32, math.nan)
-    blocks.key[1] = 1.0
-    index = TokenIndex.from_slots(np.array([[-1, 4, -1], [7, -1, -1]]), 2, 4, CPU)
+    blocks.key[:, 1] = 1.0
+    index = TokenIndex.from_slots(np.array([[-1, 4, -1], [7, -1, -1]]), blocks)
     expected = torch.zeros(2, 2, 3, 3)
     expected[0, :, 1] = expected[1, :, 0] = 1.0
     assert torch.equal(gather_tokens(blocks.key, index), expected)
@@ -95,7 +93,7 @@ def test_missing_tokens_read_as_zero_and_not_as_the_null_block():
 
 def test_no_tokens_can_be_gathered():
     blocks = poisoned_blocks(2, 2, 4, (3, 3), torch.float32, math.nan)
-    index = TokenIndex.from_slots(np.zeros((2, 0), dtype=np.int64), 2, 4, CPU)
+    index = TokenIndex.from_slots(np.zeros((2, 0), dtype=np.int64), blocks)
     assert gather_tokens(blocks.key, index).shape == (2, 2, 0, 3)
 
 
@@ -108,8 +106,8 @@ def test_copied_blocks_are_the_same_bit_for_bit():
     copy_blocks(blocks, [1, 2, 1], [5, 3, 4])
 
     for plane, old in zip(blocks.planes, before.planes, strict=True):
-        torch.testing.assert_close(plane[[5, 3, 4]], old[[1, 2, 1]], rtol=0, atol=0, equal_nan=True)
-        torch.testing.assert_close(plane[:3], old[:3], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(plane[:, [5, 3, 4]], old[:, [1, 2, 1]], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(plane[:, :3], old[:, :3], rtol=0, atol=0, equal_nan=True)
 
 
 def test_copying_no_blocks_changes_nothing():
@@ -118,9 +116,15 @@ def test_copying_no_blocks_changes_nothing():
     assert bool((blocks.key == 1e30).all())
 
 
-def test_layout_says_its_sizes_and_maps_each_plane():
+def test_layout_says_its_sizes():
     blocks = poisoned_blocks(7, 2, 16, (8, 4), torch.float32, 0.0)
     assert (blocks.num_blocks, blocks.num_kv_heads, blocks.block_size) == (7, 2, 16)
-    halves = blocks.map(torch.Tensor.half)
-    assert [plane.shape for plane in halves.planes] == [(7, 2, 16, 8), (7, 2, 16, 4)]
-    assert {plane.dtype for plane in halves.planes} == {torch.float16}
+
+
+def test_a_token_for_each_slot_is_a_view_of_the_blocks():
+    blocks = poisoned_blocks(7, 2, 16, (8, 4), torch.float32, 0.0)
+    key, value = blocks.token_planes
+    assert (key.shape, value.shape) == ((2, 7 * 16, 8), (2, 7 * 16, 4))
+    key[:, 5 * 16 + 3] = 1.0
+    assert bool((blocks.key[:, 5, 3] == 1).all())
+    assert int(blocks.key.sum()) == 2 * 8
