@@ -53,6 +53,9 @@ def paged_attention(
         sees nothing.
     """
     needs_scores = softcap is not None or sinks is not None or return_lse
+    if step.max_seq_len == 0:
+        out = query.new_zeros(*query.shape[:3], blocks.value.shape[-1])
+        return (out, _lse_of_nothing(query, sinks)) if return_lse else out
     sees_only_new = new_kv is not None and not step.has_past
     within_window = window is None or step.query_length <= window
     if sees_only_new and key_mask is None and within_window and not needs_scores:
@@ -225,7 +228,7 @@ def _attention_by_scores(
 def _scores(query: torch.Tensor, key: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
     """`[batch, num_heads, query_length, kv_length]` in float32, in float64 for a float64 query."""
     batch, num_heads, query_length, dim = query.shape
-    work = torch.float64 if query.dtype == torch.float64 else torch.float32
+    work = _work_dtype(query)
     # The query heads of a group are the rows of one product.
     grouped = (query.to(work) * scale).reshape(batch, key.shape[1], -1, dim)
     scores = torch.matmul(grouped, key.to(work).transpose(-1, -2))
@@ -244,8 +247,18 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Te
     return (weights if sinks is None else weights[..., :-1]), lse
 
 
+def _lse_of_nothing(query: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """The log-sum-exp `[batch, num_heads, query_length]` of queries that see no key."""
+    lse = torch.full(query.shape[:3], -torch.inf, dtype=_work_dtype(query), device=query.device)
+    return lse if sinks is None else sinks.to(lse.dtype)[None, :, None].expand_as(lse)
+
+
 def _weighted_values(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """`[batch, num_heads, query_length, value_dim]` in the dtype of `weights`."""
     batch, num_heads, query_length, kv_length = weights.shape
     grouped = weights.reshape(batch, value.shape[1], -1, kv_length)
     return torch.matmul(grouped, value.to(weights.dtype)).view(batch, num_heads, query_length, -1)
+
+
+def _work_dtype(query: torch.Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32

@@ -122,6 +122,11 @@ class StepMetadata:
         blocks = np.broadcast_to(blocks, (self.batch, tokens.shape[1]))
         block_ids = np.take_along_axis(self.block_table, blocks, axis=1).astype(np.int64)
         present = (tokens >= 0) & (tokens < self.seq_lens[:, None]) & (block_ids != 0)
+        if not self.new_tokens_stored:
+            # A block may be there for tokens before those that were left out.
+            columns = tokens - (self.seq_lens - self.query_length)[:, None]
+            slots = np.take_along_axis(self.slots, np.clip(columns, 0, self.query_length - 1), axis=1)
+            present &= (columns < 0) | (slots >= 0)
         return np.where(present, block_ids * self.block_size + tokens % self.block_size, -1)
 
     def column_index(self, first_column: int, last_column: int, blocks: KVBlocks) -> TokenIndex:
