@@ -99,10 +99,7 @@ class PagedCache(DynamicCache):
         pools = {id(group.pool): group.pool for group in self._groups}.values()
         allocators = [pool.allocator for pool in pools]
         block_size = self._factory.block_size
-        tail_waste = 0
-        for group in self._groups:
-            slots = len(group.table.held_blocks()) * block_size
-            tail_waste += max(slots - group.table.held_tokens, 0) * group.pool.block_bytes // block_size
+        tail_waste = sum(group.table.wasted_slots * group.pool.block_bytes // block_size for group in self._groups)
         lead = self._lead_table()
         return CacheStats(
             rows=lead.num_rows if lead else 0,
@@ -151,10 +148,12 @@ class PagedCache(DynamicCache):
         self._last_layer_idx = layer_idx
         num_new = key_states.shape[-2]
         try:
-            self._place(layer, num_new)
             attended = None
             if self._announced is not None:
+                if self._announced.was_missed_by(layer.get_seq_length(), num_new):
+                    raise unfinished_pass([layer_idx], self._announced.first_column)
                 attended = self._announced.new_columns(layer.group.table, num_new)
+            self._place(layer, num_new)
             return layer.update(key_states, value_states, attended=attended)
         except BaseException:
             self._undo_pass()
@@ -189,7 +188,6 @@ class PagedCache(DynamicCache):
         other._groups = [memo[id(group)] for group in self._groups]
         other.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
         other._repeat_own_rows(n)
-        other._end_pass()
         return other
 
     def __deepcopy__(self, memo: dict) -> "PagedCache":
@@ -250,7 +248,7 @@ class PagedCache(DynamicCache):
         A pass that was interrupted (Ctrl-C, out of memory in the model) has reached some layers and not others. If
         there is none, nothing happens. Recurrent states of hybrid models cannot be taken back: use a new cache there.
         """
-        if self._unfinished_layers():
+        if self._unfinished_layers() or self._unreached_layers():
             self._undo_pass()
 
     def reset(self) -> None:
@@ -293,6 +291,15 @@ class PagedCache(DynamicCache):
         config_groups = [group for group in self._groups[: self._num_config_groups] if group.lengths]
         longest = max((group.table.num_columns for group in config_groups), default=0)
         return [idx for group in config_groups for idx, length in group.lengths.items() if length != longest]
+
+    def _unreached_layers(self) -> list[int]:
+        """Layers that have no tokens at all, while the first forward pass has given some to others."""
+        is_first_pass = any(group.began_empty for group in self._groups)
+        return [
+            layer.layer_idx
+            for layer in self.layers
+            if isinstance(layer, PagedLayer) and is_first_pass and layer.get_seq_length() == 0
+        ]
 
     def _place(self, layer: PagedLayer, num_new: int) -> None:
         """Moves a layer that has no tokens yet to a group of its own if it keeps other tokens than its group.
@@ -342,8 +349,6 @@ class PagedCache(DynamicCache):
     def _end_pass(self) -> None:
         self._last_layer_idx = -1
         self._announced: Announcement | None = None
-        for group in self._groups:
-            group.forget_step()
 
     def _undo_pass(self) -> None:
         for group in self._groups:

@@ -25,6 +25,7 @@ class LayerGroup:
         self.lengths = lengths or {}
         self.step: StepMetadata | None = None
         self._undo: tuple[int, int] | None = None
+        self._stored: tuple[tuple[int, int], StepMetadata] | None = None
 
     def length(self, layer_idx: int) -> int:
         """Columns that a layer has been given."""
@@ -77,6 +78,13 @@ class LayerGroup:
         self.table.release_unkept()
         self.pool.check_room(self.table.blocks_to_extend(num_new, attended, keep_past=keep_past))
 
+    def stored(self) -> StepMetadata:
+        """A step without new tokens, to read what is stored; the same one until that changes."""
+        key = (self.table.generation, self.table.num_columns)
+        if self._stored is None or self._stored[0] != key:
+            self._stored = (key, self.table.snapshot())
+        return self._stored[1]
+
     def finish(self, layer_idx: int) -> None:
         """Records that a layer has been given the columns of the current step."""
         self.lengths[layer_idx] = self.table.num_columns
@@ -84,6 +92,11 @@ class LayerGroup:
     def forget_step(self) -> None:
         """The current step cannot be undone any more: a new forward pass begins."""
         self._undo = None
+
+    @property
+    def began_empty(self) -> bool:
+        """Whether the current forward pass is the first one."""
+        return self._undo is not None and self._undo[0] == 0
 
     def undo_step(self) -> None:
         """Takes back the step of the current forward pass, if the group has begun one."""
@@ -102,7 +115,7 @@ class LayerGroup:
     def select(self, rows: np.ndarray) -> None:
         """Replaces the rows by `rows`, indices of present ones."""
         self.table.select(rows)
-        self.step = self._undo = None
+        self.step = None
 
     def reset(self) -> None:
         """Gives back everything."""
@@ -112,7 +125,9 @@ class LayerGroup:
 
     def fork(self, copies: int) -> "LayerGroup":
         """The same group for another cache, every row `copies` times, on the same blocks."""
-        return LayerGroup(self.pool, self.table.fork(copies), dict(self.lengths))
+        other = LayerGroup(self.pool, self.table.fork(copies), dict(self.lengths))
+        other._undo = self._undo
+        return other
 
     def _joins(self, layer_idx: int, num_new: int) -> bool:
         step = self.step

@@ -8,7 +8,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from hf_paged_cache.codecs import Geometry
 from hf_paged_cache.errors import InvalidArgumentError, UnsupportedError
-from hf_paged_cache.groups import LayerGroup
+from hf_paged_cache.groups import LayerGroup, unfinished_pass
 from hf_paged_cache.lazy import KVSource, LazyKV
 
 
@@ -142,12 +142,13 @@ class PagedLayer(CacheLayerMixin):
             )
 
     def _stored(self, part: str) -> LazyKV | None:
-        pool = self.group.pool.layers.get(self.layer_idx)
+        pool, table = self.group.pool.layers.get(self.layer_idx), self.group.table
         if pool is None or self.get_seq_length() == 0:
             return None
-        table, length = self.group.table, self.get_seq_length()
+        if self.get_seq_length() != table.num_columns:
+            raise unfinished_pass([self.layer_idx], table.num_columns)
         first_column = self.get_mask_sizes(0)[1]
-        source = KVSource(pool, table.snapshot(length), table, table.generation, first_column, self.is_chunked)
+        source = KVSource(pool, self.group.stored(), table, table.generation, first_column, self.is_chunked)
         return LazyKV.of(source, part, None)
 
 
@@ -169,6 +170,8 @@ class PagedSlidingLayer(PagedLayer):
         self.sliding_window = sliding_window
         self.is_chunked = is_chunked
         self.record_past = False
+        # What iterating over a cache gives for each layer, and `DynamicCache` can be made from.
+        self._sliding_window_tensor = torch.tensor(sliding_window)
 
     def activate_past_recording(self) -> None:
         """From now on tokens that leave the window are kept until the next `crop`, which may bring them back."""

@@ -3,13 +3,13 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from hf_paged_kernels import StepMetadata
 from torch.utils._pytree import tree_map_only
 
-from hf_paged_cache.errors import CacheStateError
+from hf_paged_cache.errors import CacheStateError, UnsupportedError
 from hf_paged_cache.pool import LayerPool
 from hf_paged_cache.tables import BlockTable
 
@@ -53,8 +53,13 @@ class LazyTensor(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func._schema.is_mutable and args and isinstance(args[0], LazyTensor):
+            raise UnsupportedError(f"a {type(args[0]).__name__} cannot be changed in place: change a `.clone()` of it")
         args, kwargs = tree_map_only(LazyTensor, lambda lazy: lazy.read_by(func), (args, kwargs or {}))
         return func(*args, **kwargs)
+
+    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+        raise UnsupportedError(f"a {type(self).__name__} cannot be changed in place: change a `.clone()` of it")
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"

@@ -58,6 +58,10 @@ class Announcement(NamedTuple):
     num_new: int
     attention_mask: torch.Tensor | None
 
+    def was_missed_by(self, num_columns: int, num_new: int) -> bool:
+        """Whether a layer with `num_columns` columns, about to be given `num_new`, lacks what came before the pass."""
+        return num_columns == 0 and self.first_column > 0 and num_new == self.num_new
+
     def new_columns(self, table: BlockTable, num_new: int) -> np.ndarray | None:
         """The mask of the new columns, bool `[batch, num_new]`, where `table` has to know it; else `None`.
 

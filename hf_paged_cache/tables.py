@@ -63,15 +63,15 @@ class BlockTable:
         return self.num_columns - self.padding
 
     @property
-    def held_tokens(self) -> int:
-        """Tokens of all rows that still have a slot; shared ones count for each row."""
-        first_kept = np.maximum(self._freed_blocks * self.block_size, 0)
-        return int(np.maximum(self.seq_lens - first_kept, 0).sum())
-
-    def held_blocks(self) -> np.ndarray:
-        """Ids of the blocks that the rows hold, each once."""
-        ids = np.unique(self.block_ids)
-        return ids[ids != 0]
+    def wasted_slots(self) -> int:
+        """Slots, in the blocks that the rows hold, behind the last token of every row that holds the block."""
+        first_tokens = np.arange(self.block_ids.shape[1]) * self.block_size
+        filled = np.clip(self.seq_lens[:, None] - first_tokens[None], 0, self.block_size)
+        most_filled = np.zeros(self._allocator.num_blocks, dtype=np.int64)
+        np.maximum.at(most_filled, self.block_ids, filled)
+        held = np.unique(self.block_ids)
+        held = held[held != 0]
+        return int((self.block_size - most_filled[held]).sum())
 
     def extend(
         self, num_rows: int, num_new: int, attended: np.ndarray | None = None, *, keep_past: bool = False
@@ -121,15 +121,14 @@ class BlockTable:
         """Blocks that `extend` with these arguments would take."""
         return self._need(num_new, attended, keep_past).count
 
-    def snapshot(self, num_columns: int) -> StepMetadata:
-        """A step without new tokens, to read the first `num_columns` columns."""
-        seq_lens = np.maximum(num_columns - self.padding, 0)
+    def snapshot(self) -> StepMetadata:
+        """A step without new tokens, to read what is stored."""
         return StepMetadata(
             block_table=self.block_ids.copy(),
-            seq_lens=seq_lens,
+            seq_lens=self.seq_lens,
             padding=self.padding,
             slots=np.zeros((self.num_rows, 0), dtype=np.int32),
-            num_columns=num_columns,
+            num_columns=self.num_columns,
             block_size=self.block_size,
             new_tokens_stored=True,
         )

@@ -118,18 +118,22 @@ class Family:
 def randomize(model: nn.Module) -> None:
     """Weights so large that attention is sharp and any token of the context can change the next one."""
     generator = torch.Generator().manual_seed(1)
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("sinks"):
-                parameter.copy_(3.0 + noise)
-            elif parameter.dim() == 1:
-                parameter.add_(0.2 * noise)
-            else:
-                # Rows without a mean pass on no constant, which activations that are never negative would build up.
-                noise -= noise.mean(dim=-1, keepdim=True)
-                parameter.copy_(noise if id(parameter) in embeddings else 3.0 * noise / parameter.shape[-1] ** 0.5)
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                noise = torch.randn(parameter.shape, generator=generator)
+                if name == "sinks":
+                    parameter.copy_(3.0 + noise)
+                elif parameter.dim() == 1:
+                    parameter.add_(0.2 * noise)
+                elif isinstance(module, nn.Embedding):
+                    parameter.copy_(noise)
+                else:
+                    # Convolutions of hybrid layers are gated: a large gain would drown the attention beside them.
+                    gain = 0.3 if isinstance(module, nn.Conv1d) else 3.0
+                    # Rows without a mean pass on no constant, which activations that are never negative build up.
+                    noise -= noise.mean(dim=-1, keepdim=True)
+                    parameter.copy_(gain * noise / parameter.shape[-1] ** 0.5)
 
 
 def inputs(family: Family, lengths: Sequence[int], seed: int = 0) -> dict[str, Tensor]:

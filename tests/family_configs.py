@@ -94,7 +94,7 @@ def falcon() -> hf.FalconConfig:
 
 
 def bloom() -> hf.BloomConfig:
-    return hf.BloomConfig(**IDS, **UNTIED, hidden_size=32, n_layer=2, n_head=4)
+    return hf.BloomConfig(**IDS, **UNTIED, hidden_size=64, n_layer=2, n_head=8)
 
 
 def mpt() -> hf.MptConfig:

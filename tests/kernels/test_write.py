@@ -101,11 +101,11 @@ def test_copied_blocks_are_the_same_bit_for_bit():
     """Unwritten slots too: NaN is copied as it is. Several blocks may be copies of one."""
     blocks = poisoned_blocks(6, 2, 4, (3, 5), torch.float32, math.nan)
     write_kv(blocks, numbered(1, 2, 3, 3), numbered(1, 2, 3, 5), step_with([[4, 5, 11]], 4))
-    before = KVBlocks(*(plane.clone() for plane in blocks.planes))
+    before = [plane.clone() for plane in blocks.planes]
 
     copy_blocks(blocks, [1, 2, 1], [5, 3, 4])
 
-    for plane, old in zip(blocks.planes, before.planes, strict=True):
+    for plane, old in zip(blocks.planes, before, strict=True):
         torch.testing.assert_close(plane[:, [5, 3, 4]], old[:, [1, 2, 1]], rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(plane[:, :3], old[:, :3], rtol=0, atol=0, equal_nan=True)
 
