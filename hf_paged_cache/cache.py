@@ -199,7 +199,11 @@ class PagedCache(DynamicCache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the rows `indices`: int64, or bool `[batch]`."""
-        self._select_rows(indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices)
+        if indices.dtype == torch.bool:
+            if self.batch_size not in (-1, len(indices)):
+                raise InvalidArgumentError(f"a mask of {len(indices)} rows for a cache with {self.batch_size}")
+            indices = indices.nonzero().squeeze(1)
+        self._select_rows(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Lets every row stand `repeats` times in a row, on the same blocks."""

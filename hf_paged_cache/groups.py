@@ -25,6 +25,7 @@ class LayerGroup:
         self.lengths = lengths or {}
         self.step: StepMetadata | None = None
         self._undo: tuple[int, int] | None = None
+        self._earlier_undo: tuple[int, int] | None = None
         self._stored: tuple[tuple[int, int], StepMetadata] | None = None
 
     def length(self, layer_idx: int) -> int:
@@ -90,8 +91,8 @@ class LayerGroup:
         self.lengths[layer_idx] = self.table.num_columns
 
     def forget_step(self) -> None:
-        """The current step cannot be undone any more: a new forward pass begins."""
-        self._undo = None
+        """The current step cannot be undone any more, unless the forward pass that now begins is."""
+        self._earlier_undo, self._undo = self._undo, None
 
     @property
     def began_empty(self) -> bool:
@@ -102,6 +103,7 @@ class LayerGroup:
         """Takes back the step of the current forward pass, if the group has begun one."""
         if self._undo is not None:
             self._truncate(*self._undo)
+        self._undo = self._earlier_undo
 
     def can_crop(self, num_columns: int) -> bool:
         """Whether the group can go back to `num_columns` columns."""

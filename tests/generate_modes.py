@@ -54,6 +54,16 @@ class Mode:
     eager_only: bool = False
 
 
+def assert_same(result: Result, reference: Result) -> None:
+    """Fails unless both hold the same tensors: the same integers, and floating-point numbers within 1e-4."""
+    assert result.keys() == reference.keys()
+    for name, tensor in result.items():
+        tolerance = 1e-4 if tensor.is_floating_point() else 0
+        torch.testing.assert_close(
+            tensor, reference[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
 def prompt_names(model: PreTrainedModel) -> tuple[str, str]:
     """The names of the token ids that `generate` continues, and of their mask."""
     prefix = "decoder_" if model.config.is_encoder_decoder else ""

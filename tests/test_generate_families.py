@@ -1,37 +1,36 @@
 """`generate` gives the same with a `PagedCache` as with a `DynamicCache`: families x modes x attention x batches.
 
-Blocks and windows hold 16 tokens, and the prompt lengths lie around that. Without `-m "not slow"`, every family runs
-every mode; with it, every family runs the most used modes and two families run all.
+Blocks and windows hold 16 tokens, and the prompt lengths lie around that. With `-m "not slow"`, two families run every
+mode, and the others the most used modes on a few lengths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
+import functools
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import PagedCache
 from tests.compat import new_cache
 from tests.families import FAMILIES, Family, inputs
 from tests.families_table import page
-from tests.generate_modes import MODES, Mode, Result
+from tests.generate_modes import MODES, Mode, Result, assert_same
 
 BLOCK_SIZE = 16
 PADDED_BATCH = (3, 17, 40)
-QUICK_MODES = ("greedy", "beam search")
 QUICK_FAMILIES = ("Llama", "Gemma 3")
+QUICK_MODES = ("greedy", "beam search")
+QUICK_LENGTHS = ((1,), (17,), PADDED_BATCH)
 
 
-@lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=8)
 def model_of(family: Family, attention: str) -> PreTrainedModel:
     return family.build(attention)
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def expected(family: Family, mode: Mode, lengths: tuple[int, ...]) -> Result:
     """What the mode gives with a `DynamicCache`, under the attention that transformers recommends for the family."""
     model = model_of(family, "eager" if mode.eager_only else family.attentions[0])
@@ -39,33 +38,27 @@ def expected(family: Family, mode: Mode, lengths: tuple[int, ...]) -> Result:
     return mode.run(model, inputs(family, lengths), cache)
 
 
-def cases() -> Iterator[object]:
-    for family in FAMILIES:
-        for mode in MODES:
-            if family.refuses(mode.name):
-                continue
-            quick = mode.name in QUICK_MODES or family.name in QUICK_FAMILIES
-            for lengths in (*((length,) for length in mode.lengths), *((PADDED_BATCH,) if mode.batched else ())):
-                for attention in family.attentions:
-                    if mode.eager_only and attention != "eager":
-                        continue
-                    yield pytest.param(
-                        family,
-                        mode,
-                        lengths,
-                        attention,
-                        id=f"{family.name}-{mode.name}-{'+'.join(map(str, lengths))}-{attention}",
-                        marks=() if quick else pytest.mark.slow,
-                    )
+def is_quick(family: Family, mode: Mode, lengths: tuple[int, ...]) -> bool:
+    return family.name in QUICK_FAMILIES or (mode.name in QUICK_MODES and lengths in QUICK_LENGTHS)
 
 
-def assert_same(result: Result, reference: Result) -> None:
-    assert result.keys() == reference.keys()
-    for name, tensor in result.items():
-        tolerance = 1e-4 if tensor.is_floating_point() else 0
-        torch.testing.assert_close(
-            tensor, reference[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+def cases() -> list[object]:
+    """What transformers itself can do, as parameters of a test: family, mode, prompt lengths, attention."""
+    return [
+        pytest.param(
+            family,
+            mode,
+            lengths,
+            attention,
+            id=f"{family.name}-{mode.name}-{'+'.join(map(str, lengths))}-{attention}",
+            marks=() if is_quick(family, mode, lengths) else pytest.mark.slow,
         )
+        for family in FAMILIES
+        for mode in MODES
+        if not family.refuses(mode.name)
+        for lengths in [*((length,) for length in mode.lengths), *([PADDED_BATCH] if mode.batched else [])]
+        for attention in (["eager"] if mode.eager_only else family.attentions)
+    ]
 
 
 @pytest.mark.parametrize(("family", "mode", "lengths", "attention"), cases())
