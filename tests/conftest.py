@@ -101,4 +101,6 @@ def prompts() -> Callable[..., dict[str, Tensor]]:
 def _build(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     randomize(model)
+    # A generated pad token would be taken for padding where `generate` is given no mask.
+    model.generation_config.suppress_tokens = list(range(FIRST_WORD))
     return model.eval()

@@ -1,0 +1,502 @@
+"""`BlockTable`: how rows grow, shrink, move and share, and what that takes of the allocator. Blocks hold 4 tokens."""
+
+import numpy as np
+import pytest
+from hf_paged_kernels import StepMetadata
+
+from hf_paged_cache.blocks import BlockAllocator
+from hf_paged_cache.errors import OutOfBlocks
+from hf_paged_cache.tables import BlockTable
+
+SIZE = 4
+
+
+def make_table(num_blocks: int = 100, window: int | None = None) -> tuple[BlockTable, BlockAllocator]:
+    allocator = BlockAllocator(num_blocks + 1)
+    return BlockTable(allocator, SIZE, window), allocator
+
+
+def mask(*rows: str) -> np.ndarray:
+    """The attention mask of new columns: `mask("..xx", "xxxx")`."""
+    return np.array([[mark == "x" for mark in row] for row in rows])
+
+
+def blocks_of(num_tokens: int) -> int:
+    return -(-num_tokens // SIZE)
+
+
+def state(table: BlockTable) -> tuple:
+    return (
+        table.block_ids[:, : blocks_of(table.num_columns)].tolist(),
+        table.padding.tolist(),
+        table.num_columns,
+        table.first_kept_column,
+        table.generation,
+    )
+
+
+def slots(step: StepMetadata) -> list[list[int]]:
+    return step.slots.tolist()
+
+
+class TestExtend:
+    def test_rows_fill_their_blocks(self):
+        table, allocator = make_table()
+        step, copies = table.extend(2, 5)
+        assert copies == []
+        assert step.block_table.tolist() == [[1, 2], [3, 4]]
+        assert step.seq_lens.tolist() == [5, 5]
+        assert slots(step) == [[4, 5, 6, 7, 8], [12, 13, 14, 15, 16]]
+        assert (step.num_columns, step.query_length, step.first_column) == (5, 5, 0)
+        assert step.new_tokens_stored
+
+        step, copies = table.extend(2, 3)
+        assert copies == []
+        assert step.block_table.tolist() == [[1, 2], [3, 4]]
+        assert slots(step) == [[9, 10, 11], [17, 18, 19]]
+        assert allocator.num_referenced == 4
+
+        step, _ = table.extend(2, 1)
+        assert step.block_table.tolist() == [[1, 2, 5], [3, 4, 6]]
+        assert slots(step) == [[20], [24]]
+
+    @pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, 7, 16])
+    def test_a_row_holds_the_blocks_of_its_tokens_at_every_length(self, chunk):
+        table, allocator = make_table()
+        for num_columns in range(chunk, 40, chunk):
+            needed = table.blocks_to_extend(chunk, None, keep_past=False)
+            before = allocator.num_referenced
+            table.extend(3, chunk)
+            assert allocator.num_referenced - before == needed
+            assert allocator.num_referenced == 3 * blocks_of(num_columns)
+            assert table.wasted_slots == 3 * (-num_columns % SIZE)
+
+    def test_a_step_stays_as_it_was(self):
+        table, _ = make_table()
+        step, _ = table.extend(1, 5)
+        kept = table.snapshot()
+        table.extend(1, 5)
+        table.crop(2)
+        table.reset()
+        assert step.block_table.tolist() == [[1, 2]]
+        assert step.seq_lens.tolist() == kept.seq_lens.tolist() == [5]
+        assert kept.slots_of(np.arange(6)[None]).tolist() == [[4, 5, 6, 7, 8, -1]]
+
+    def test_block_ids_are_taken_from_whoever_lends_them(self):
+        allocator = BlockAllocator(9)
+        asked = []
+
+        def allocate(count: int) -> np.ndarray:
+            asked.append(count)
+            return allocator.allocate(count)
+
+        table = BlockTable(allocator, SIZE, allocate=allocate)
+        table.extend(2, 6)
+        table.fork(1).extend(2, 1)
+        assert asked == [4, 2]
+
+
+class TestPadding:
+    def test_leading_padding_takes_no_slots(self):
+        """The example of the class: blocks align to real tokens, whatever stands before them."""
+        table, allocator = make_table()
+        step, _ = table.extend(2, 7, mask("xxxxxxx", "...xxxx"))
+        assert table.padding.tolist() == [0, 3]
+        assert table.seq_lens.tolist() == [7, 4]
+        assert step.block_table.tolist() == [[1, 2], [3, 0]]
+        assert slots(step) == [[4, 5, 6, 7, 8, 9, 10], [-1, -1, -1, 12, 13, 14, 15]]
+        assert step.new_tokens_stored
+        assert allocator.num_referenced == 3
+
+    def test_padding_goes_on_over_chunks_until_a_row_begins(self):
+        table, allocator = make_table()
+        step, _ = table.extend(3, 3, mask("xxx", "...", "..x"))
+        assert table.seq_lens.tolist() == [3, 0, 1]
+        assert slots(step) == [[4, 5, 6], [-1, -1, -1], [-1, -1, 8]]
+        assert allocator.num_referenced == 2
+        table.extend(3, 3, mask("xxx", "...", "xxx"))
+        step, _ = table.extend(3, 3, mask("xxx", ".xx", "xxx"))
+        assert table.padding.tolist() == [0, 7, 2]
+        assert step.seq_lens.tolist() == [9, 2, 7]
+        assert slots(step)[1][0] == -1
+        assert min(slots(step)[1][1:]) >= 0
+
+    @pytest.mark.parametrize("chunk", ["x..x", "....", "...x"])
+    def test_masked_tokens_after_the_first_real_one_are_stored(self, chunk):
+        table, _ = make_table()
+        table.extend(1, 2, mask(".x"))
+        step, _ = table.extend(1, 4, mask(chunk))
+        assert table.padding.tolist() == [1]
+        assert min(slots(step)[0]) >= 0
+
+    def test_without_a_mask_every_column_is_a_token(self):
+        table, _ = make_table()
+        table.extend(2, 2, mask("..", "xx"))
+        step, _ = table.extend(2, 1)
+        assert step.seq_lens.tolist() == [1, 3]
+
+    @pytest.mark.parametrize("padding", range(2 * SIZE + 1))
+    def test_a_padded_row_takes_the_blocks_of_its_tokens(self, padding):
+        table, allocator = make_table()
+        table.extend(1, 13, mask("." * padding + "x" * (13 - padding)))
+        assert allocator.num_referenced == blocks_of(13 - padding)
+
+
+class TestCrop:
+    @pytest.mark.parametrize("kept", range(14))
+    def test_blocks_that_no_row_needs_are_given_back(self, kept):
+        table, allocator = make_table()
+        table.extend(2, 13, mask("x" * 13, "..." + "x" * 10))
+        first_blocks = table.block_ids.copy()
+        table.crop(kept)
+        assert table.num_columns == kept
+        assert table.seq_lens.tolist() == [kept, max(kept - 3, 0)]
+        assert allocator.num_referenced == blocks_of(kept) + blocks_of(max(kept - 3, 0))
+        step, copies = table.extend(
+            2, 13 - kept, mask("x" * (13 - kept), "." * max(3 - kept, 0) + "x" * min(13 - kept, 10))
+        )
+        assert copies == []
+        assert step.seq_lens.tolist() == [13, 10]
+        stays = blocks_of(kept)
+        assert step.block_table[0, :stays].tolist() == first_blocks[0, :stays].tolist()
+
+    def test_nothing_is_cropped_at_or_behind_the_end(self):
+        table, _ = make_table()
+        table.extend(1, 5)
+        before = state(table)
+        table.crop(5)
+        table.crop(9)
+        assert state(table) == before
+
+    def test_an_emptied_table_takes_any_number_of_rows(self):
+        table, allocator = make_table()
+        table.extend(2, 5)
+        table.crop(0)
+        assert allocator.num_referenced == 0
+        step, _ = table.extend(3, 1)
+        assert step.batch == 3
+
+    def test_a_row_may_be_cropped_into_its_padding_and_begin_anew(self):
+        table, _ = make_table()
+        table.extend(2, 6, mask("xxxxxx", "...xxx"))
+        table.crop(2)
+        assert table.padding.tolist() == [0, 2]
+        table.extend(2, 2, mask("xx", ".x"))
+        assert table.padding.tolist() == [0, 3]
+
+    def test_reset_gives_all_back(self):
+        table, allocator = make_table(window=6)
+        table.extend(2, 30)
+        table.reset()
+        assert (table.num_rows, table.num_columns, table.first_kept_column) == (0, 0, 0)
+        assert allocator.num_referenced == 0
+        assert slots(table.extend(1, 2)[0]) == [[4, 5]]
+
+
+class TestSelectAndFork:
+    def test_rows_move_with_their_blocks(self):
+        table, allocator = make_table()
+        table.extend(3, 5, mask("xxxxx", ".xxxx", "....x"))
+        table.select(np.array([2, 0, 0]))
+        assert table.block_ids[:, :2].tolist() == [[4, 0], [1, 2], [1, 2]]
+        assert table.padding.tolist() == [4, 0, 0]
+        assert allocator.references(np.arange(1, 5)).tolist() == [2, 2, 0, 1]
+
+    @pytest.mark.parametrize("rows", [[0], [1, 1, 1, 1, 1], [1, 0], [0, 0, 1, 1]])
+    def test_the_number_of_rows_may_change(self, rows):
+        table, allocator = make_table()
+        table.extend(2, 5)
+        table.select(np.array(rows))
+        assert table.num_rows == len(rows)
+        assert allocator.num_referenced == 2 * len(set(rows))
+        table.reset()
+        assert allocator.num_referenced == 0
+
+    def test_a_fork_repeats_every_row_on_the_same_blocks(self):
+        table, allocator = make_table()
+        table.extend(2, 5, mask("xxxxx", "..xxx"))
+        before = state(table)
+        fork = table.fork(3)
+        assert fork.block_ids[:, :2].tolist() == [[1, 2]] * 3 + [[3, 0]] * 3
+        assert fork.padding.tolist() == [0, 0, 0, 2, 2, 2]
+        assert fork.num_columns == 5
+        assert allocator.references(np.array([1, 2, 3])).tolist() == [4, 4, 4]
+        fork.extend(6, 4)
+        fork.crop(1)
+        assert state(table) == before
+
+    def test_blocks_live_as_long_as_one_table_holds_them(self):
+        table, allocator = make_table()
+        table.extend(1, 9)
+        fork = table.fork(2)
+        del table
+        assert allocator.num_referenced == 3
+        fork.select(np.array([1]))
+        assert allocator.num_referenced == 3
+        del fork
+        assert allocator.num_referenced == 0
+
+    def test_a_fork_of_a_windowed_table_knows_what_is_kept(self):
+        table, allocator = make_table(window=5)
+        table.extend(1, 14)
+        fork = table.fork(2)
+        assert fork.first_kept_column == table.first_kept_column == 10
+        fork.extend(2, 20)
+        fork.release_unkept()
+        del fork
+        table.extend(1, 1)
+        table.release_unkept()
+        assert allocator.num_referenced == 2
+
+
+class TestCopyOnWrite:
+    @pytest.mark.parametrize("num_columns", range(1, 10))
+    @pytest.mark.parametrize("num_new", [1, 2, 5])
+    def test_the_last_of_several_sharers_keeps_the_block(self, num_columns, num_new):
+        """Only a partly filled last block is copied; at a multiple of the block size nothing is."""
+        table, allocator = make_table()
+        table.extend(1, num_columns)
+        last = int(table.block_ids[0, blocks_of(num_columns) - 1])
+        table.select(np.zeros(3, dtype=np.int64))
+        assert table.blocks_to_extend(num_new, None, keep_past=False) == (
+            3 * (blocks_of(num_columns + num_new) - blocks_of(num_columns)) + (2 if num_columns % SIZE else 0)
+        )
+        step, copies = table.extend(3, num_new)
+
+        if num_columns % SIZE == 0:
+            assert copies == []
+            return
+        sources, targets = zip(*copies, strict=True)
+        assert sources == (last, last)
+        written = step.block_table[:, num_columns // SIZE]
+        assert sorted(written.tolist()) == sorted([last, *targets])
+        assert allocator.references(written).tolist() == [1, 1, 1]
+        assert len(np.unique(step.slots)) == step.slots.size
+        full_blocks = step.block_table[:, : num_columns // SIZE]
+        assert (full_blocks == full_blocks[0]).all()
+
+    def test_a_table_and_its_fork_part_when_one_of_them_writes(self):
+        table, _ = make_table()
+        table.extend(1, 6)
+        fork = table.fork(1)
+        _, copies = fork.extend(1, 1)
+        assert copies == [(2, 3)]
+        assert table.block_ids[0, :2].tolist() == [1, 2]
+        assert fork.block_ids[0, :2].tolist() == [1, 3]
+        assert table.extend(1, 1)[1] == []
+
+    def test_a_fork_that_is_gone_needs_no_copy(self):
+        """Nor the block for it: a full pool is no obstacle."""
+        table, allocator = make_table(num_blocks=2)
+        table.extend(1, 6)
+        fork = table.fork(4)
+        del fork
+        assert table.blocks_to_extend(1, None, keep_past=False) == 0
+        step, copies = table.extend(1, 1)
+        assert copies == []
+        assert slots(step) == [[10]]
+        assert allocator.num_referenced == 2
+
+    def test_cropping_back_into_a_shared_block_copies_it_when_it_is_written(self):
+        table, _ = make_table()
+        table.extend(1, 8)
+        fork = table.fork(1)
+        fork.crop(7)
+        _, copies = fork.extend(1, 1)
+        assert copies == [(2, 3)]
+        assert table.extend(1, 1)[1] == []
+
+    def test_only_rows_that_write_copy(self):
+        """Rows of unequal padding: some end at a block edge, some within a block, one has not begun."""
+        table, _ = make_table()
+        table.extend(3, 6, mask("xxxxxx", "..xxxx", "......"))
+        table.select(np.array([0, 0, 1, 1, 2, 2]))
+        _, copies = table.extend(6, 1, mask("x", "x", "x", "x", ".", "."))
+        assert len(copies) == 1
+        assert copies[0][0] == 2
+
+    def test_a_copy_that_the_window_makes_needless_is_not_made(self):
+        """A chunk so long that the shared block is behind the window when it ends."""
+        table, _ = make_table(window=3)
+        table.extend(1, 6)
+        table.select(np.array([0, 0]))
+        _, copies = table.extend(2, 9)
+        assert copies == []
+
+
+class TestWindow:
+    @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 8, 9])
+    @pytest.mark.parametrize("padding", [0, 3])
+    def test_decode_holds_the_window_and_no_more(self, window, padding):
+        table, allocator = make_table(window=window)
+        table.extend(1, 6, mask("." * padding + "x" * (6 - padding)))
+        for num_columns in range(7, 40):
+            table.release_unkept()
+            step, _ = table.extend(1, 1)
+            length = num_columns - padding
+            last_seen = max(length - window, 0)  # by the token that has just come
+            assert step.slots_of(np.arange(last_seen, length - 1)[None]).min(initial=0) >= 0
+            assert allocator.num_referenced <= blocks_of(length) - last_seen // SIZE
+
+    @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 8, 9])
+    @pytest.mark.parametrize("num_new", [1, 3, 4, 9, 16, 21])
+    @pytest.mark.parametrize("num_old", [0, 3, 4, 6])
+    def test_a_long_chunk_stores_what_a_later_step_sees_in_whole_blocks(self, window, num_new, num_old):
+        table, allocator = make_table(window=window)
+        if num_old:
+            table.extend(1, num_old)
+            table.release_unkept()
+        length = num_old + num_new
+        step, _ = table.extend(1, num_new)
+        first = max(num_old, (length - window + 1) // SIZE * SIZE)
+        assert [slot >= 0 for slot in slots(step)[0]] == [token >= first for token in range(num_old, length)]
+        assert step.new_tokens_stored == (first <= num_old)
+        table.release_unkept()
+        first_seen = max(length - window + 1, 0)
+        assert allocator.num_referenced == blocks_of(length) - first_seen // SIZE
+
+    def test_a_window_that_is_not_reached_gives_nothing_back(self):
+        table, allocator = make_table(window=20)
+        table.extend(1, 19)
+        table.release_unkept()
+        assert allocator.num_referenced == 5
+        assert table.first_kept_column == 0
+
+    def test_crop_can_go_back_only_as_far_as_the_window_is_whole(self):
+        table, _ = make_table(window=5)
+        table.extend(1, 4)
+        assert table.can_crop(1)
+        table.extend(1, 6)
+        assert table.first_kept_column == 6
+        assert table.can_crop(10)
+        assert not table.can_crop(9)
+        full, _ = make_table()
+        full.extend(1, 30)
+        assert full.can_crop(3)
+
+    def test_what_is_kept_past_the_window_can_be_cropped_to(self):
+        table, allocator = make_table(window=5)
+        table.extend(1, 10)
+        table.release_unkept()
+        for _ in range(8):
+            step, _ = table.extend(1, 3, keep_past=True)
+            assert step.new_tokens_stored
+            table.release_unkept()
+        assert table.first_kept_column == 6
+        assert allocator.num_referenced == blocks_of(34) - 1
+        assert table.can_crop(10)
+        assert not table.can_crop(9)
+        table.crop(12)
+        assert allocator.num_referenced == blocks_of(12) - 1
+        table.restrict_to_window()
+        assert table.first_kept_column == 8
+        assert allocator.num_referenced == blocks_of(12) - 2
+        assert not table.can_crop(11)
+
+    @pytest.mark.parametrize("num_old", range(1, 14))
+    @pytest.mark.parametrize("num_new", [1, 4, 17])
+    @pytest.mark.parametrize("window", [None, 1, 4, 6])
+    def test_a_step_can_be_taken_back(self, num_old, num_new, window):
+        """As `rollback` does: what the next step sees is where it was, even when the step had passed the window."""
+        table, allocator = make_table(window=window)
+        table.extend(2, num_old, mask("x" * num_old, "." * min(num_old, 5) + "x" * max(num_old - 5, 0)))
+        table.release_unkept()
+        before, first_kept, held = state(table)[:4], table.first_kept_column, allocator.num_referenced
+        table.extend(2, num_new)
+        table.crop(num_old, first_kept)
+        assert state(table)[:4] == before
+        assert allocator.num_referenced == held
+
+
+class TestOutOfBlocks:
+    @pytest.mark.parametrize("num_old", range(SIZE + 1))
+    @pytest.mark.parametrize("num_new", range(1, SIZE + 2))
+    @pytest.mark.parametrize("window", [None, 3])
+    @pytest.mark.parametrize("sharers", [1, 3])
+    def test_all_or_nothing_at_every_residue(self, num_old, num_new, window, sharers):
+        """Exactly the needed blocks are enough; with one less nothing has changed."""
+        for missing in (0, 1):
+            table, allocator = make_table(num_blocks=30, window=window)
+            if num_old:
+                table.extend(2, num_old, mask("x" * num_old, "." + "x" * (num_old - 1)))
+                table.select(np.arange(2).repeat(sharers))
+            needed = table.blocks_to_extend(num_new, None, keep_past=False) if num_old else 2 * blocks_of(num_new)
+            if needed == 0:
+                continue
+            taken_by_others = allocator.allocate(allocator.num_available - needed + missing)
+            before, references = state(table), allocator.references(np.arange(31)).copy()
+            rows = 2 * sharers if num_old else 2
+            if not missing:
+                table.extend(rows, num_new)
+                assert allocator.num_available == (1 if False else allocator.num_free)
+                continue
+            with pytest.raises(OutOfBlocks) as error:
+                table.extend(rows, num_new)
+            assert (error.value.needed, error.value.free) == (needed, needed - 1)
+            assert state(table) == before
+            assert allocator.references(np.arange(31)).tolist() == references.tolist()
+            allocator.release(taken_by_others)
+            table.extend(rows, num_new)
+
+    def test_an_empty_table_takes_another_number_of_rows_after_it(self):
+        table, allocator = make_table(num_blocks=3)
+        with pytest.raises(OutOfBlocks, match="needs 4 more"):
+            table.extend(4, 1)
+        assert allocator.num_referenced == 0
+        step, _ = table.extend(3, 4)
+        assert step.batch == 3
+
+
+class TestGeneration:
+    """It tells those who hold a step whether the blocks still hold what they did."""
+
+    def test_it_stays_while_tokens_are_only_added(self):
+        table, _ = make_table(window=10)
+        table.extend(2, 5)
+        before = table.generation
+        table.extend(2, 3)
+        table.release_unkept()
+        table.crop(8)
+        table.select(np.array([0, 1]))
+        table.fork(2)
+        assert table.generation == before
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda table: table.crop(7),
+            lambda table: table.select(np.array([1, 0])),
+            lambda table: table.select(np.array([0])),
+            lambda table: table.reset(),
+            lambda table: table.release_unkept(),
+            lambda table: table.restrict_to_window(),
+            lambda table: table.extend(2, 1),
+        ],
+        ids=["crop", "reorder", "drop a row", "reset", "leave the window", "restrict to the window", "copy on write"],
+    )
+    def test_it_changes_when_blocks_move_or_are_given_back(self, change):
+        table, _ = make_table(window=4)
+        table.extend(2, 9)
+        fork = table.fork(1)
+        before = table.generation
+        change(table)
+        assert table.generation != before
+        assert fork.generation == 0
+
+
+class TestWastedSlots:
+    def test_a_shared_block_is_as_full_as_its_longest_holder_and_counts_once(self):
+        table, _ = make_table()
+        table.extend(2, 6, mask("xxxxxx", "...xxx"))
+        assert table.wasted_slots == 2 + 1
+        table.select(np.array([0, 0, 1]))
+        assert table.wasted_slots == 2 + 1
+        table.extend(3, 1)
+        assert table.wasted_slots == 1 + 1 + 0
+
+    def test_an_empty_table_wastes_nothing(self):
+        table, _ = make_table()
+        assert table.wasted_slots == 0
+        table.extend(1, 5)
+        table.reset()
+        assert table.wasted_slots == 0
