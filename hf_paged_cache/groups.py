@@ -79,11 +79,11 @@ class LayerGroup:
         self.table.release_unkept()
         self.pool.check_room(self.table.blocks_to_extend(num_new, attended, keep_past=keep_past))
 
-    def stored(self) -> StepMetadata:
-        """A step without new tokens, to read what is stored; the same one until that changes."""
-        key = (self.table.generation, self.table.num_columns)
+    def stored(self, layer_idx: int) -> StepMetadata:
+        """A step without new tokens, to read what a layer has been given; the same one until that changes."""
+        key = (self.table.generation, self.length(layer_idx))
         if self._stored is None or self._stored[0] != key:
-            self._stored = (key, self.table.snapshot())
+            self._stored = (key, self.table.snapshot(self.length(layer_idx)))
         return self._stored[1]
 
     def finish(self, layer_idx: int) -> None:

@@ -8,7 +8,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from hf_paged_cache.codecs import Geometry
 from hf_paged_cache.errors import InvalidArgumentError, UnsupportedError
-from hf_paged_cache.groups import LayerGroup, unfinished_pass
+from hf_paged_cache.groups import LayerGroup
 from hf_paged_cache.lazy import KVSource, LazyKV
 
 
@@ -145,10 +145,10 @@ class PagedLayer(CacheLayerMixin):
         pool, table = self.group.pool.layers.get(self.layer_idx), self.group.table
         if pool is None or self.get_seq_length() == 0:
             return None
-        if self.get_seq_length() != table.num_columns:
-            raise unfinished_pass([self.layer_idx], table.num_columns)
         first_column = self.get_mask_sizes(0)[1]
-        source = KVSource(pool, self.group.stored(), table, table.generation, first_column, self.is_chunked)
+        source = KVSource(
+            pool, self.group.stored(self.layer_idx), table, table.generation, first_column, self.is_chunked
+        )
         return LazyKV.of(source, part, None)
 
 

@@ -121,14 +121,14 @@ class BlockTable:
         """Blocks that `extend` with these arguments would take."""
         return self._need(num_new, attended, keep_past).count
 
-    def snapshot(self) -> StepMetadata:
-        """A step without new tokens, to read what is stored."""
+    def snapshot(self, num_columns: int) -> StepMetadata:
+        """A step without new tokens, to read the first `num_columns` columns."""
         return StepMetadata(
             block_table=self.block_ids.copy(),
-            seq_lens=self.seq_lens,
+            seq_lens=np.maximum(num_columns - self.padding, 0),
             padding=self.padding,
             slots=np.zeros((self.num_rows, 0), dtype=np.int32),
-            num_columns=self.num_columns,
+            num_columns=num_columns,
             block_size=self.block_size,
             new_tokens_stored=True,
         )

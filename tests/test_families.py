@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 

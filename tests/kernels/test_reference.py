@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hf_paged_kernels import KVBlocks, StepMetadata, dense_attention, paged_attention, reference
-from hostile import POISONS, poisoned_blocks
+
+from tests.kernels import oracle
+from tests.kernels.hostile import POISONS, poisoned_blocks
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 DECOY = 7.0  # stands in the blocks for new tokens that are also given as `new_kv`, which must win

@@ -3,14 +3,14 @@
 import math
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hf_paged_kernels import copy_blocks, paged_attention, write_kv
-from hostile import POISONS, poisoned_blocks
 
 from hf_paged_cache.blocks import BlockAllocator
 from hf_paged_cache.tables import BlockTable
+from tests.kernels import oracle
+from tests.kernels.hostile import POISONS, poisoned_blocks
 
 
 class Batch:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from hf_paged_kernels import StepMetadata, gather_tokens
-from hostile import poisoned_blocks
+
+from tests.kernels.hostile import poisoned_blocks
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from hf_paged_kernels import KVBlocks, StepMetadata, TokenIndex, copy_blocks, gather_tokens, write_kv
-from hostile import poisoned_blocks
+
+from tests.kernels.hostile import poisoned_blocks
 
 
 def step_with(slots: list[list[int]], block_size: int) -> StepMetadata:
