@@ -62,6 +62,7 @@ class BlockAllocator:
 
     def references(self, block_ids: np.ndarray) -> np.ndarray:
         """Reference counts of `block_ids` (any shape), int32."""
+        self._release_pending()
         return self._references[block_ids]
 
     def grow(self, num_blocks: int) -> None:
@@ -119,7 +120,7 @@ class BlockAllocator:
         np.subtract.at(self._references, block_ids, 1)
         unheld = block_ids[self._references[block_ids] == 0].tolist()
         # The tail of a sequence goes first, so that the head of a retained run is the last to be evicted.
-        for block_id in dict.fromkeys(reversed(unheld)):
+        for block_id in reversed(dict.fromkeys(unheld)):
             if block_id in self._retained:
                 self._reusable[block_id] = None
             else:

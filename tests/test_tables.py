@@ -40,7 +40,7 @@ class TestExtend:
     def test_a_step_stays_as_it_was(self):
         table, _ = make_table()
         step, _ = table.extend(1, 5)
-        kept = table.snapshot()
+        kept = table.snapshot(table.num_columns)
         table.extend(1, 5)
         table.crop(2)
         table.reset()
