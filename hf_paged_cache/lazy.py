@@ -7,7 +7,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from hf_paged_kernels import StepMetadata
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_paged_cache.errors import CacheStateError, UnsupportedError
 from hf_paged_cache.pool import LayerPool
@@ -53,13 +53,49 @@ class LazyTensor(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func._schema.is_mutable and args and isinstance(args[0], LazyTensor):
-            raise UnsupportedError(f"a {type(args[0]).__name__} cannot be changed in place: change a `.clone()` of it")
-        args, kwargs = tree_map_only(LazyTensor, lambda lazy: lazy.read_by(func), (args, kwargs or {}))
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                _refuse_write(argument, value)
+            for argument in func._schema.arguments:
+                _refuse_write(argument, kwargs.get(argument.name))
+        args, kwargs = tree_map_only(LazyTensor, lambda lazy: lazy.read_by(func), (args, kwargs))
         return func(*args, **kwargs)
 
     def __setitem__(self, index: Any, value: Any) -> NoReturn:
-        raise UnsupportedError(f"a {type(self).__name__} cannot be changed in place: change a `.clone()` of it")
+        raise _no_edit(self)
+
+    def apply_(self, function: Callable) -> NoReturn:  # type: ignore[override]
+        raise _no_edit(self)
+
+    def map_(self, other: torch.Tensor, function: Callable) -> NoReturn:  # type: ignore[override]
+        raise _no_edit(self)
+
+    def share_memory_(self) -> NoReturn:
+        raise _no_edit(self)
+
+    # What follows reads memory without an operation, and a lazy tensor has none.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.materialize().numpy(force=force)
+
+    def tolist(self) -> list:
+        return self.materialize().tolist()
+
+    def data_ptr(self) -> int:
+        return self.materialize().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.materialize().untyped_storage()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.materialize().__array__(dtype)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.materialize().__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self.materialize().__dlpack_device__()
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -69,6 +105,18 @@ class LazyTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.materialize().__reduce_ex__(protocol)
+
+
+def _refuse_write(argument: Any, value: Any) -> None:
+    """Refuses a lazy tensor as an argument that an operation writes to."""
+    if argument.alias_info is not None and argument.alias_info.is_write:
+        for tensor in tree_leaves(value):
+            if isinstance(tensor, LazyTensor):
+                raise _no_edit(tensor)
+
+
+def _no_edit(tensor: LazyTensor) -> UnsupportedError:
+    return UnsupportedError(f"a {type(tensor).__name__} cannot be changed in place: change a `.clone()` of it")
 
 
 @dataclass(frozen=True, eq=False)

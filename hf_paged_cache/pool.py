@@ -121,10 +121,11 @@ class GroupPool:
         pool = self.layers.get(layer_idx)
         if pool is None:
             geometry = Geometry.of(key, value)
-            num_blocks = self.allocator.num_blocks
+            # While there is only the null block there is nothing to hold.
+            num_blocks = self.allocator.num_blocks if self.allocator.num_blocks > 1 else 0
             num_bytes = num_blocks * self._codec.block_bytes(geometry, self._block_size)
             if self._budget.remaining is not None and num_bytes > self._budget.remaining:
-                raise self._out_of_blocks(num_blocks - 1)
+                raise self._out_of_blocks(num_blocks)
             pool = LayerPool(self._codec, geometry, self._block_size, num_blocks)
             self._budget.add(num_bytes)
             self.layers[layer_idx] = pool
@@ -185,17 +186,19 @@ class GroupPool:
 
     def _allowed_blocks(self) -> int | None:
         """Blocks that the group may hold now, the null block included; `None` for no limit."""
-        limits = []
-        if self._max_blocks is not None:
-            limits.append(self._max_blocks + 1)
-        if self._budget.remaining is not None and self.block_bytes:
-            # While a layer is moved its old tensors are still there.
-            moving = max(layer.num_bytes for layer in self.layers.values()) if self.allocator.num_blocks > 1 else 0
-            limits.append((self._budget.remaining + self.num_bytes - moving) // self.block_bytes)
-        return min(limits) if limits else None
+        limits = (self._max_blocks + 1 if self._max_blocks is not None else None, self._blocks_by_memory())
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def _blocks_by_memory(self) -> int | None:
+        if self._budget.remaining is None or not self.block_bytes:
+            return None
+        # While a layer is moved its old tensors are still there.
+        moving = max(layer.num_bytes for layer in self.layers.values())
+        return (self._budget.remaining + self.num_bytes - moving) // self.block_bytes
 
     def _out_of_blocks(self, needed: int) -> OutOfBlocks:
-        if self._max_blocks is not None:
+        by_memory = self._blocks_by_memory()
+        if self._max_blocks is not None and (by_memory is None or self._max_blocks < by_memory):
             limit = f"num_blocks={self._max_blocks} allows no more"
         else:
             limit = f"memory={self._budget.limit:,} bytes allows no more ({self._budget.allocated:,} are allocated)"

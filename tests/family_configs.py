@@ -25,7 +25,7 @@ TEXT = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def rope(**options: float | list[int]) -> dict[str, object]:
@@ -229,7 +229,7 @@ def bart() -> hf.BartConfig:
         decoder_start_token_id=START,
         forced_eos_token_id=None,
         d_model=32,
-        encoder_layers=2,
+        encoder_layers=1,
         decoder_layers=2,
         encoder_ffn_dim=64,
         decoder_ffn_dim=64,
@@ -246,7 +246,7 @@ def whisper() -> hf.WhisperConfig:
         decoder_start_token_id=START,
         begin_suppress_tokens=None,
         d_model=32,
-        encoder_layers=2,
+        encoder_layers=1,
         decoder_layers=2,
         encoder_ffn_dim=64,
         decoder_ffn_dim=64,
@@ -287,7 +287,7 @@ def qwen2_vl() -> hf.Qwen2VLConfig:
         **UNTIED,
         text_config={**TEXT, "rope_parameters": rope(mrope_section=[1, 1, 2])},
         vision_config={
-            "depth": 2,
+            "depth": 1,
             "embed_dim": 16,
             "hidden_size": 32,
             "num_heads": 2,

@@ -101,6 +101,8 @@ def gather_tokens(plane: torch.Tensor, index: TokenIndex) -> torch.Tensor:
         `[batch, num_kv_heads, tokens, dim]`, zero where a token is not stored.
     """
     dim = plane.shape[-1]
+    if plane.shape[1] == 0:
+        return plane.new_zeros(*index.shape, dim)
     tokens = plane.view(-1, dim).index_select(0, index.rows)
     if index.missing is not None:
         tokens.index_fill_(0, index.missing, 0)

@@ -1,0 +1,302 @@
+"""No block is ever lost, held twice, or rewritten under a row that still reads it, whatever is done in whatever order.
+
+Several tables, windowed and not, share one allocator with few blocks. Every token is a number of its own, written to a
+pool of numbers at the slot that the table gives it. A model in plain lists says which number each row has to read
+where, how many blocks each step may take, and what is known of blocks that nobody holds.
+"""
+
+import copy
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from hf_paged_cache.blocks import BlockAllocator
+from hf_paged_cache.errors import OutOfBlocks
+from hf_paged_cache.tables import BlockTable
+
+SIZE, NUM_BLOCKS = 4, 40
+GONE = -1  # what a block holds that nobody has a right to
+
+
+@dataclass
+class Cache:
+    """A table, and what its rows hold.
+
+    Attributes:
+        rows: for each row its columns: a number for a token, `None` for leading padding.
+        kept_from: first column that can still be read.
+    """
+
+    table: BlockTable
+    rows: list[list[int | None]] = field(default_factory=list)
+    kept_from: int = 0
+
+    @property
+    def num_columns(self) -> int:
+        return len(self.rows[0]) if self.rows else 0
+
+    def tokens(self, row: int) -> list[int]:
+        return [number for number in self.rows[row] if number is not None]
+
+    def past_window(self) -> int:
+        """First column that a step after the present columns looks back at."""
+        window = self.table.window
+        return 0 if window is None else max(self.num_columns - window + 1, 0)
+
+
+class Conservation(RuleBasedStateMachine):
+    caches = Bundle("caches")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evicted: list[int] = []
+        self.allocator = BlockAllocator(NUM_BLOCKS + 1, on_evict=self.evicted.append)
+        self.pool = np.full((NUM_BLOCKS + 1) * SIZE, GONE)
+        self.live: list[Cache] = []
+        self.next_number = 0
+        self.retained: set[int] = set()
+        self.picked_up: list[int] = []  # blocks held outside of any table, as a known prefix is
+        self.remembered: dict[int, list[int]] = {}  # content of retained blocks that no table writes to
+
+    # What a user does.
+
+    @rule(target=caches, window=st.sampled_from([None, None, 1, 3, 4, 6, 9]))
+    def new_cache(self, window: int | None) -> Cache:
+        return self.add(Cache(BlockTable(self.allocator, SIZE, window)))
+
+    @rule(cache=caches, num_new=st.integers(1, 11), num_rows=st.integers(1, 3), data=st.data())
+    def extend(self, cache: Cache, num_new: int, num_rows: int, data: st.DataObject) -> None:
+        """A forward pass, as a layer group runs it: with leading padding, and sometimes a record of the past."""
+        if cache.num_columns == 0:
+            cache.rows = [[]] * num_rows
+        padding = st.sampled_from([0, 0, 0, min(2, num_new), num_new])
+        leading = [0 if any_token(row) else data.draw(padding) for row in cache.rows]
+        keep_past = cache.table.window is not None and data.draw(st.booleans())
+        self.feed(cache, num_new, leading, keep_past)
+
+    @rule(cache=caches, num_new=st.integers(1, 11), keep_past=st.booleans())
+    def extend_and_take_back(self, cache: Cache, num_new: int, keep_past: bool) -> None:
+        """A forward pass that fails in a later layer."""
+        if cache.num_columns == 0:
+            return
+        table, rows, kept_from = cache.table, copy.deepcopy(cache.rows), cache.kept_from
+        before = (table.num_columns, table.first_kept_column)
+        self.feed(cache, num_new, [0] * len(rows), keep_past)
+        table.crop(*before)
+        cache.rows, cache.kept_from = rows, kept_from
+
+    @rule(cache=caches, removed=st.integers(1, 12))
+    def crop(self, cache: Cache, removed: int) -> None:
+        num_columns = max(cache.num_columns - removed, 0)
+        window = cache.table.window
+        allowed = window is None or max(num_columns - window + 1, 0) >= cache.kept_from
+        assert cache.table.can_crop(num_columns) == allowed
+        if allowed:
+            cache.table.crop(num_columns)
+            cache.rows = [row[:num_columns] for row in cache.rows]
+            cache.table.restrict_to_window()
+            cache.kept_from = max(cache.kept_from, cache.past_window()) if num_columns else 0
+
+    @rule(cache=caches, data=st.data())
+    def select(self, cache: Cache, data: st.DataObject) -> None:
+        if cache.rows:
+            rows = data.draw(st.lists(st.integers(0, len(cache.rows) - 1), min_size=1, max_size=5))
+            cache.table.select(np.array(rows))
+            cache.rows = [list(cache.rows[row]) for row in rows]
+
+    @rule(target=caches, cache=caches, copies=st.integers(1, 3))
+    def fork(self, cache: Cache, copies: int) -> Cache:
+        rows = [list(row) for row in cache.rows for _ in range(copies)]
+        return self.add(Cache(cache.table.fork(copies), rows, cache.kept_from))
+
+    @rule(cache=consumes(caches))
+    def drop(self, cache: Cache) -> None:
+        self.live.remove(cache)
+        del cache.table
+
+    @rule(cache=caches)
+    def reset(self, cache: Cache) -> None:
+        cache.table.reset()
+        cache.rows, cache.kept_from = [], 0
+
+    # What an index of known prefixes does.
+
+    @rule(cache=caches, data=st.data())
+    def retain(self, cache: Cache, data: st.DataObject) -> None:
+        """Full blocks of a row are known from now on."""
+        if cache.rows:
+            row = data.draw(st.integers(0, len(cache.rows) - 1))
+            full = cache.table.block_ids[row, : len(cache.tokens(row)) // SIZE]
+            known = [block for block in full[full != 0].tolist() if GONE not in self.content(block)]
+            self.allocator.retain(known)
+            self.retained.update(known)
+
+    @precondition(lambda self: self.retained)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(sorted(self.retained)))
+        self.allocator.forget([block])
+        self.retained.discard(block)
+
+    @precondition(lambda self: self.remembered)
+    @rule(data=st.data())
+    def pick_up(self, data: st.DataObject) -> None:
+        """A known block is found again, whether somebody still holds it or not."""
+        block = data.draw(st.sampled_from(sorted(self.remembered)))
+        self.allocator.acquire(np.array([block, 0], dtype=np.int32))
+        self.picked_up.append(block)
+
+    @precondition(lambda self: self.picked_up)
+    @rule()
+    def put_down(self) -> None:
+        self.allocator.release(np.array([self.picked_up.pop()], dtype=np.int32))
+
+    # The model.
+
+    def add(self, cache: Cache) -> Cache:
+        self.live.append(cache)
+        return cache
+
+    def feed(self, cache: Cache, num_new: int, leading: list[int], keep_past: bool) -> None:
+        """Extends and writes as a layer group does, or finds that there is no room and nothing has changed."""
+        table = cache.table
+        table.release_unkept()
+        self.poison_unheld()
+        attended = np.arange(num_new)[None] >= np.array(leading)[:, None]
+        needed, available = self.blocks_needed(cache, num_new, leading, keep_past), NUM_BLOCKS - len(self.references())
+        if needed > available:
+            before, num_evicted = (entries(table), table.num_columns, table.first_kept_column), len(self.evicted)
+            with pytest.raises(OutOfBlocks) as error:
+                table.extend(len(cache.rows), num_new, attended, keep_past=keep_past)
+            assert (error.value.needed, error.value.free, error.value.total) == (needed, available, NUM_BLOCKS)
+            assert (entries(table), table.num_columns, table.first_kept_column) == before
+            assert len(self.evicted) == num_evicted
+            return
+        step, copies = table.extend(len(cache.rows), num_new, attended, keep_past=keep_past)
+        for block in self.evicted:
+            self.retained.discard(block)
+            self.content(block)[:] = GONE
+        self.evicted.clear()
+        for source, target in copies:
+            self.content(target)[:] = self.content(source)
+        self.write(cache, step, leading, num_new)
+        if table.window is not None and not keep_past:
+            cache.kept_from = max(cache.kept_from, cache.past_window())
+
+    def blocks_needed(self, cache: Cache, num_new: int, leading: list[int], keep_past: bool) -> int:
+        """New blocks, and copies of shared blocks that are written to: all sharers but the last, if all write."""
+        references, writers, needed = self.references(), {}, 0
+        for row, skipped in enumerate(leading):
+            old = len(cache.tokens(row))
+            new = old + num_new - skipped
+            stored_from = old
+            if cache.table.window is not None and not keep_past:
+                stored_from = max(old, (new - cache.table.window + 1) // SIZE * SIZE)
+            blocks = {token // SIZE for token in range(stored_from, new)}
+            needed += len([block for block in blocks if block * SIZE >= old])
+            if stored_from == old and new > old and old % SIZE:
+                last = int(cache.table.block_ids[row, old // SIZE])
+                writers[last] = writers.get(last, 0) + 1
+        return needed + sum(count - (references[block] == count) for block, count in writers.items())
+
+    def write(self, cache: Cache, step, leading: list[int], num_new: int) -> None:
+        for row, skipped in enumerate(leading):
+            numbers = [None] * skipped + list(range(self.next_number, self.next_number + num_new - skipped))
+            self.next_number += num_new
+            cache.rows[row] = cache.rows[row] + numbers
+            assert (step.slots[row, :skipped] == -1).all()
+            for number, slot in zip(numbers[skipped:], step.slots[row, skipped:].tolist(), strict=True):
+                if slot >= 0:
+                    block = slot // SIZE
+                    assert self.references()[block] == 1, "a block was written that others hold"
+                    self.pool[slot] = number
+                else:
+                    assert not step.new_tokens_stored
+        assert step.num_columns == cache.num_columns
+        assert step.seq_lens.tolist() == [len(cache.tokens(row)) for row in range(len(cache.rows))]
+
+    def references(self) -> dict[int, int]:
+        """How many table entries and other holders each block has."""
+        counts: dict[int, int] = {}
+        tables = [cache.table.block_ids.reshape(-1) for cache in self.live]
+        for block in [*np.concatenate([np.zeros(1, dtype=np.int32), *tables]).tolist(), *self.picked_up]:
+            counts[block] = counts.get(block, 0) + 1
+        del counts[0]
+        return counts
+
+    def content(self, block: int) -> np.ndarray:
+        return self.pool[block * SIZE : (block + 1) * SIZE]
+
+    def poison_unheld(self) -> None:
+        """What nobody holds and nobody knows may hold anything."""
+        held = self.references()
+        for block in range(1, NUM_BLOCKS + 1):
+            if block not in held and block not in self.retained:
+                self.content(block)[:] = GONE
+
+    @invariant()
+    def every_block_is_in_one_state(self) -> None:
+        references = self.references()
+        counts = self.allocator.references(np.arange(NUM_BLOCKS + 1))
+        assert self.allocator.num_free + self.allocator.num_reusable + len(references) == NUM_BLOCKS
+        assert {block: int(counts[block]) for block in counts.nonzero()[0].tolist()} == references
+        # All that can be allocated is what is not held, each block once; the reusable ones are the known ones.
+        probe = copy.deepcopy(self.allocator)
+        available = probe.allocate(probe.num_available).tolist()
+        reusable, self.evicted[:] = self.evicted[:], []
+        assert sorted([*available, *references]) == list(range(1, NUM_BLOCKS + 1))
+        assert set(reusable) == self.retained - set(references)
+        assert len(reusable) == self.allocator.num_reusable
+
+    @invariant()
+    def every_token_reads_back(self) -> None:
+        self.poison_unheld()
+        for cache in self.live:
+            if not cache.rows:
+                continue
+            snapshot = cache.table.snapshot(cache.num_columns)
+            assert cache.table.first_kept_column == cache.kept_from
+            for row, columns in enumerate(cache.rows):
+                tokens = cache.tokens(row)
+                padding = len(columns) - len(tokens)
+                first = max(cache.kept_from - padding, 0)
+                slots = snapshot.slots_of(np.arange(first, len(tokens))[None])[row]
+                assert (slots >= 0).all()
+                assert self.pool[slots].tolist() == tokens[first:]
+
+    @invariant()
+    def known_blocks_stay_as_they_are(self) -> None:
+        for block, content in list(self.remembered.items()):
+            if block not in self.retained:
+                del self.remembered[block]
+            else:
+                assert self.content(block).tolist() == content
+        for block in self.retained:
+            self.remembered.setdefault(block, self.content(block).tolist())
+
+
+def entries(table: BlockTable) -> list[int]:
+    """Blocks that the rows hold, and where."""
+    return table.block_ids.reshape(-1).tolist() if table.num_columns else []
+
+
+def any_token(row: list[int | None]) -> bool:
+    return any(number is not None for number in row)
+
+
+PROFILE = settings(
+    derandomize=True, deadline=None, database=None, print_blob=False, suppress_health_check=list(HealthCheck)
+)
+
+
+class TestConservation(Conservation.TestCase):
+    settings = settings(PROFILE, max_examples=60, stateful_step_count=40)
+
+
+@pytest.mark.slow
+class TestConservationAtLength(Conservation.TestCase):
+    settings = settings(PROFILE, max_examples=500, stateful_step_count=100)
