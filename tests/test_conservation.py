@@ -6,13 +6,15 @@ where, how many blocks each step may take, and what is known of blocks that nobo
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from hf_paged_kernels import StepMetadata
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hf_paged_cache.blocks import BlockAllocator
 from hf_paged_cache.errors import OutOfBlocks
@@ -20,6 +22,7 @@ from hf_paged_cache.tables import BlockTable
 
 SIZE, NUM_BLOCKS = 4, 40
 GONE = -1  # what a block holds that nobody has a right to
+WINDOWS = st.sampled_from([1, 3, 4, 6, 9])
 
 
 @dataclass
@@ -49,8 +52,6 @@ class Cache:
 
 
 class Conservation(RuleBasedStateMachine):
-    caches = Bundle("caches")
-
     def __init__(self) -> None:
         super().__init__()
         self.evicted: list[int] = []
@@ -60,76 +61,99 @@ class Conservation(RuleBasedStateMachine):
         self.next_number = 0
         self.retained: set[int] = set()
         self.picked_up: list[int] = []  # blocks held outside of any table, as a known prefix is
-        self.remembered: dict[int, list[int]] = {}  # content of retained blocks that no table writes to
+        self.remembered: dict[int, list[int]] = {}  # content of retained blocks when they became known
+
+    @property
+    def started(self) -> list[Cache]:
+        return [cache for cache in self.live if cache.num_columns]
 
     # What a user does.
 
-    @rule(target=caches, window=st.sampled_from([None, None, 1, 3, 4, 6, 9]))
-    def new_cache(self, window: int | None) -> Cache:
-        return self.add(Cache(BlockTable(self.allocator, SIZE, window)))
+    @initialize(window=WINDOWS)
+    def begin(self, window: int) -> None:
+        self.live += [Cache(BlockTable(self.allocator, SIZE, window)) for window in (None, window)]
 
-    @rule(cache=caches, num_new=st.integers(1, 11), num_rows=st.integers(1, 3), data=st.data())
-    def extend(self, cache: Cache, num_new: int, num_rows: int, data: st.DataObject) -> None:
-        """A forward pass, as a layer group runs it: with leading padding, and sometimes a record of the past."""
-        if cache.num_columns == 0:
+    @precondition(lambda self: len(self.live) < 5)
+    @rule(window=WINDOWS)
+    def new_cache(self, window: int) -> None:
+        self.live.append(Cache(BlockTable(self.allocator, SIZE, window)))
+
+    @rule(num_new=st.integers(1, 11), num_rows=st.integers(1, 3), keep_past=st.booleans(), data=st.data())
+    def prefill(self, num_new: int, num_rows: int, keep_past: bool, data: st.DataObject) -> None:
+        """A chunk, with leading padding in rows that have not begun."""
+        cache = data.draw(st.sampled_from(self.live))
+        if not cache.num_columns:
             cache.rows = [[]] * num_rows
         padding = st.sampled_from([0, 0, 0, min(2, num_new), num_new])
-        leading = [0 if any_token(row) else data.draw(padding) for row in cache.rows]
-        keep_past = cache.table.window is not None and data.draw(st.booleans())
-        self.feed(cache, num_new, leading, keep_past)
+        self.feed(cache, num_new, [0 if any_token(row) else data.draw(padding) for row in cache.rows], keep_past)
 
-    @rule(cache=caches, num_new=st.integers(1, 11), keep_past=st.booleans())
-    def extend_and_take_back(self, cache: Cache, num_new: int, keep_past: bool) -> None:
+    @precondition(lambda self: self.started)
+    @rule(steps=st.integers(1, 6), keep_past=st.booleans(), data=st.data())
+    def decode(self, steps: int, keep_past: bool, data: st.DataObject) -> None:
+        cache = data.draw(st.sampled_from(self.started))
+        for _ in range(steps):
+            self.feed(cache, 1, [0] * len(cache.rows), keep_past)
+
+    @precondition(lambda self: self.started)
+    @rule(num_new=st.integers(1, 11), keep_past=st.booleans(), data=st.data())
+    def extend_and_take_back(self, num_new: int, keep_past: bool, data: st.DataObject) -> None:
         """A forward pass that fails in a later layer."""
-        if cache.num_columns == 0:
-            return
-        table, rows, kept_from = cache.table, copy.deepcopy(cache.rows), cache.kept_from
+        cache = data.draw(st.sampled_from(self.started))
+        table, rows, kept_from = cache.table, cache.rows, cache.kept_from
         before = (table.num_columns, table.first_kept_column)
         self.feed(cache, num_new, [0] * len(rows), keep_past)
         table.crop(*before)
         cache.rows, cache.kept_from = rows, kept_from
 
-    @rule(cache=caches, removed=st.integers(1, 12))
-    def crop(self, cache: Cache, removed: int) -> None:
-        num_columns = max(cache.num_columns - removed, 0)
-        window = cache.table.window
+    @precondition(lambda self: self.started)
+    @rule(removed=st.integers(1, 9), data=st.data())
+    def crop(self, removed: int, data: st.DataObject) -> None:
+        cache = data.draw(st.sampled_from(self.started))
+        window, num_columns = cache.table.window, max(cache.num_columns - removed, 1)
         allowed = window is None or max(num_columns - window + 1, 0) >= cache.kept_from
         assert cache.table.can_crop(num_columns) == allowed
         if allowed:
-            cache.table.crop(num_columns)
             cache.rows = [row[:num_columns] for row in cache.rows]
+            self.forget_cut_blocks(cache)
+            cache.table.crop(num_columns)
             cache.table.restrict_to_window()
-            cache.kept_from = max(cache.kept_from, cache.past_window()) if num_columns else 0
+            cache.kept_from = max(cache.kept_from, cache.past_window())
 
-    @rule(cache=caches, data=st.data())
-    def select(self, cache: Cache, data: st.DataObject) -> None:
-        if cache.rows:
-            rows = data.draw(st.lists(st.integers(0, len(cache.rows) - 1), min_size=1, max_size=5))
-            cache.table.select(np.array(rows))
-            cache.rows = [list(cache.rows[row]) for row in rows]
+    @precondition(lambda self: self.started)
+    @rule(data=st.data())
+    def select(self, data: st.DataObject) -> None:
+        cache = data.draw(st.sampled_from(self.started))
+        rows = data.draw(st.lists(st.integers(0, len(cache.rows) - 1), min_size=1, max_size=5))
+        cache.table.select(np.array(rows))
+        cache.rows = [cache.rows[row] for row in rows]
 
-    @rule(target=caches, cache=caches, copies=st.integers(1, 3))
-    def fork(self, cache: Cache, copies: int) -> Cache:
-        rows = [list(row) for row in cache.rows for _ in range(copies)]
-        return self.add(Cache(cache.table.fork(copies), rows, cache.kept_from))
+    @precondition(lambda self: self.started and len(self.live) < 5)
+    @rule(copies=st.integers(1, 3), data=st.data())
+    def fork(self, copies: int, data: st.DataObject) -> None:
+        cache = data.draw(st.sampled_from(self.started))
+        rows = [row for row in cache.rows for _ in range(copies)]
+        self.live.append(Cache(cache.table.fork(copies), rows, cache.kept_from))
 
-    @rule(cache=consumes(caches))
-    def drop(self, cache: Cache) -> None:
-        self.live.remove(cache)
-        del cache.table
+    @precondition(lambda self: len(self.live) > 2)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
 
-    @rule(cache=caches)
-    def reset(self, cache: Cache) -> None:
-        cache.table.reset()
+    @precondition(lambda self: self.started)
+    @rule(to_nothing=st.sampled_from([BlockTable.reset, lambda table: table.crop(0)]), data=st.data())
+    def empty(self, to_nothing: Callable[[BlockTable], None], data: st.DataObject) -> None:
+        cache = data.draw(st.sampled_from(self.started))
+        to_nothing(cache.table)
         cache.rows, cache.kept_from = [], 0
 
     # What an index of known prefixes does.
 
-    @rule(cache=caches, data=st.data())
-    def retain(self, cache: Cache, data: st.DataObject) -> None:
-        """Full blocks of a row are known from now on."""
-        if cache.rows:
-            row = data.draw(st.integers(0, len(cache.rows) - 1))
+    @precondition(lambda self: self.started)
+    @rule(data=st.data())
+    def retain(self, data: st.DataObject) -> None:
+        """The full blocks of a cache are known from now on."""
+        cache = data.draw(st.sampled_from(self.started))
+        for row in range(len(cache.rows)):
             full = cache.table.block_ids[row, : len(cache.tokens(row)) // SIZE]
             known = [block for block in full[full != 0].tolist() if GONE not in self.content(block)]
             self.allocator.retain(known)
@@ -138,15 +162,13 @@ class Conservation(RuleBasedStateMachine):
     @precondition(lambda self: self.retained)
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from(sorted(self.retained)))
-        self.allocator.forget([block])
-        self.retained.discard(block)
+        self.forget_block(data.draw(st.sampled_from(sorted(self.retained))))
 
-    @precondition(lambda self: self.remembered)
+    @precondition(lambda self: self.retained and len(self.picked_up) < 10)
     @rule(data=st.data())
     def pick_up(self, data: st.DataObject) -> None:
         """A known block is found again, whether somebody still holds it or not."""
-        block = data.draw(st.sampled_from(sorted(self.remembered)))
+        block = data.draw(st.sampled_from(sorted(self.retained)))
         self.allocator.acquire(np.array([block, 0], dtype=np.int32))
         self.picked_up.append(block)
 
@@ -157,9 +179,16 @@ class Conservation(RuleBasedStateMachine):
 
     # The model.
 
-    def add(self, cache: Cache) -> Cache:
-        self.live.append(cache)
-        return cache
+    def forget_block(self, block: int) -> None:
+        self.allocator.forget([block])
+        self.retained.discard(block)
+
+    def forget_cut_blocks(self, cache: Cache) -> None:
+        """A row that holds a known block alone will write into it again once it has been cut."""
+        for row in range(len(cache.rows)):
+            length = len(cache.tokens(row))
+            if length % SIZE:
+                self.forget_block(int(cache.table.block_ids[row, length // SIZE]))
 
     def feed(self, cache: Cache, num_new: int, leading: list[int], keep_past: bool) -> None:
         """Extends and writes as a layer group does, or finds that there is no room and nothing has changed."""
@@ -175,6 +204,7 @@ class Conservation(RuleBasedStateMachine):
             assert (error.value.needed, error.value.free, error.value.total) == (needed, available, NUM_BLOCKS)
             assert (entries(table), table.num_columns, table.first_kept_column) == before
             assert len(self.evicted) == num_evicted
+            del error  # its traceback holds the table
             return
         step, copies = table.extend(len(cache.rows), num_new, attended, keep_past=keep_past)
         for block in self.evicted:
@@ -203,7 +233,7 @@ class Conservation(RuleBasedStateMachine):
                 writers[last] = writers.get(last, 0) + 1
         return needed + sum(count - (references[block] == count) for block, count in writers.items())
 
-    def write(self, cache: Cache, step, leading: list[int], num_new: int) -> None:
+    def write(self, cache: Cache, step: StepMetadata, leading: list[int], num_new: int) -> None:
         for row, skipped in enumerate(leading):
             numbers = [None] * skipped + list(range(self.next_number, self.next_number + num_new - skipped))
             self.next_number += num_new

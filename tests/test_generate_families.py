@@ -32,7 +32,7 @@ def model_of(family: Family, attention: str) -> PreTrainedModel:
 
 @functools.cache
 def expected(family: Family, mode: Mode, lengths: tuple[int, ...], attention: str) -> Result:
-    """What the mode gives with a `DynamicCache`; under eager and sdpa, some models differ by themselves."""
+    """What the mode gives with a `DynamicCache`."""
     model = model_of(family, attention)
     cache = new_cache(model, lambda config: DynamicCache(config=config))
     return mode.run(model, inputs(family, lengths), cache)
