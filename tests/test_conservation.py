@@ -81,7 +81,7 @@ class Conservation(RuleBasedStateMachine):
     @rule(num_new=st.integers(1, 11), num_rows=st.integers(1, 3), keep_past=st.booleans(), data=st.data())
     def prefill(self, num_new: int, num_rows: int, keep_past: bool, data: st.DataObject) -> None:
         """A chunk, with leading padding in rows that have not begun."""
-        cache = data.draw(st.sampled_from(self.live))
+        cache = pick(self.live, data)
         if not cache.num_columns:
             cache.rows = [[]] * num_rows
         padding = st.sampled_from([0, 0, 0, min(2, num_new), num_new])
@@ -90,7 +90,7 @@ class Conservation(RuleBasedStateMachine):
     @precondition(lambda self: self.started)
     @rule(steps=st.integers(1, 6), keep_past=st.booleans(), data=st.data())
     def decode(self, steps: int, keep_past: bool, data: st.DataObject) -> None:
-        cache = data.draw(st.sampled_from(self.started))
+        cache = pick(self.started, data)
         for _ in range(steps):
             self.feed(cache, 1, [0] * len(cache.rows), keep_past)
 
@@ -98,7 +98,7 @@ class Conservation(RuleBasedStateMachine):
     @rule(num_new=st.integers(1, 11), keep_past=st.booleans(), data=st.data())
     def extend_and_take_back(self, num_new: int, keep_past: bool, data: st.DataObject) -> None:
         """A forward pass that fails in a later layer."""
-        cache = data.draw(st.sampled_from(self.started))
+        cache = pick(self.started, data)
         table, rows, kept_from = cache.table, cache.rows, cache.kept_from
         before = (table.num_columns, table.first_kept_column)
         self.feed(cache, num_new, [0] * len(rows), keep_past)
@@ -108,7 +108,7 @@ class Conservation(RuleBasedStateMachine):
     @precondition(lambda self: self.started)
     @rule(removed=st.integers(1, 9), data=st.data())
     def crop(self, removed: int, data: st.DataObject) -> None:
-        cache = data.draw(st.sampled_from(self.started))
+        cache = pick(self.started, data)
         window, num_columns = cache.table.window, max(cache.num_columns - removed, 1)
         allowed = window is None or max(num_columns - window + 1, 0) >= cache.kept_from
         assert cache.table.can_crop(num_columns) == allowed
@@ -122,7 +122,7 @@ class Conservation(RuleBasedStateMachine):
     @precondition(lambda self: self.started)
     @rule(data=st.data())
     def select(self, data: st.DataObject) -> None:
-        cache = data.draw(st.sampled_from(self.started))
+        cache = pick(self.started, data)
         rows = data.draw(st.lists(st.integers(0, len(cache.rows) - 1), min_size=1, max_size=5))
         cache.table.select(np.array(rows))
         cache.rows = [cache.rows[row] for row in rows]
@@ -130,7 +130,7 @@ class Conservation(RuleBasedStateMachine):
     @precondition(lambda self: self.started and len(self.live) < 5)
     @rule(copies=st.integers(1, 3), data=st.data())
     def fork(self, copies: int, data: st.DataObject) -> None:
-        cache = data.draw(st.sampled_from(self.started))
+        cache = pick(self.started, data)
         rows = [row for row in cache.rows for _ in range(copies)]
         self.live.append(Cache(cache.table.fork(copies), rows, cache.kept_from))
 
@@ -142,7 +142,7 @@ class Conservation(RuleBasedStateMachine):
     @precondition(lambda self: self.started)
     @rule(to_nothing=st.sampled_from([BlockTable.reset, lambda table: table.crop(0)]), data=st.data())
     def empty(self, to_nothing: Callable[[BlockTable], None], data: st.DataObject) -> None:
-        cache = data.draw(st.sampled_from(self.started))
+        cache = pick(self.started, data)
         to_nothing(cache.table)
         cache.rows, cache.kept_from = [], 0
 
@@ -152,7 +152,7 @@ class Conservation(RuleBasedStateMachine):
     @rule(data=st.data())
     def retain(self, data: st.DataObject) -> None:
         """The full blocks of a cache are known from now on."""
-        cache = data.draw(st.sampled_from(self.started))
+        cache = pick(self.started, data)
         for row in range(len(cache.rows)):
             full = cache.table.block_ids[row, : len(cache.tokens(row)) // SIZE]
             known = [block for block in full[full != 0].tolist() if GONE not in self.content(block)]
@@ -307,6 +307,11 @@ class Conservation(RuleBasedStateMachine):
                 assert self.content(block).tolist() == content
         for block in self.retained:
             self.remembered.setdefault(block, self.content(block).tolist())
+
+
+def pick(caches: list[Cache], data: st.DataObject) -> Cache:
+    """One of `caches`, drawn by its index: hypothesis keeps what it draws, and a table has to go when it is dropped."""
+    return caches[data.draw(st.integers(0, len(caches) - 1))]
 
 
 def entries(table: BlockTable) -> list[int]:
