@@ -99,6 +99,7 @@ def prompts() -> Callable[..., dict[str, Tensor]]:
 
 
 def _build(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     randomize(model)
     # A generated pad token would be taken for padding where `generate` is given no mask.

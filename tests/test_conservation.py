@@ -99,7 +99,7 @@ class Conservation(RuleBasedStateMachine):
     def extend_and_take_back(self, num_new: int, keep_past: bool, data: st.DataObject) -> None:
         """A forward pass that fails in a later layer."""
         cache = pick(self.started, data)
-        table, rows, kept_from = cache.table, cache.rows, cache.kept_from
+        table, rows, kept_from = cache.table, list(cache.rows), cache.kept_from
         before = (table.num_columns, table.first_kept_column)
         self.feed(cache, num_new, [0] * len(rows), keep_past)
         table.crop(*before)
