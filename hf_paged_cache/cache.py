@@ -15,12 +15,15 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from hf_paged_cache.budget import MemoryBudget, parse_bytes
+from hf_paged_cache.arguments import is_integer, parse_bytes
+from hf_paged_cache.attention import ATTENTION_NAME
+from hf_paged_cache.budget import MemoryBudget
 from hf_paged_cache.codecs import make_codec
 from hf_paged_cache.config_layers import GroupFactory, paged_layers
-from hf_paged_cache.errors import CropError, InvalidArgumentError
+from hf_paged_cache.errors import CropError, InvalidArgumentError, UnsupportedError
 from hf_paged_cache.groups import LayerGroup, unfinished_pass
 from hf_paged_cache.layers import PagedLayer
+from hf_paged_cache.lazy import as_dense
 from hf_paged_cache.padding import Announcement, check_mask, current_mask_request
 from hf_paged_cache.stats import CacheStats, format_bytes
 from hf_paged_cache.tables import BlockTable
@@ -45,9 +48,11 @@ class PagedCache(DynamicCache):
         memory: hard limit of the bytes of all pools, a number or text such as `"2GiB"`. `None`: grow on demand.
         cross_attention: the cache is to hold an encoder's keys and values, the second one of an
             `EncoderDecoderCache`: every layer then keeps all of them, whatever window its self-attention has.
+        offloading: must be false; models that make a second cache of the type of the first one pass it.
 
     Raises:
         InvalidArgumentError: an argument has no meaning.
+        UnsupportedError: `offloading` is asked for.
 
     Example:
 
@@ -68,15 +73,19 @@ class PagedCache(DynamicCache):
         num_blocks: int | None = None,
         memory: int | str | None = None,
         cross_attention: bool = False,
+        offloading: bool = False,
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
             raise InvalidArgumentError(
                 f"PagedCache takes the model's config, PagedCache(model.config), not a {type(config).__name__}"
             )
-        if block_size not in (16, 32, 64, 128, 256):
+        if not is_integer(block_size) or block_size not in (16, 32, 64, 128, 256):
             raise InvalidArgumentError(f"block_size={block_size!r}: expected a power of two from 16 to 256")
-        if num_blocks is not None and (not isinstance(num_blocks, int) or num_blocks < 1):
+        if num_blocks is not None and (not is_integer(num_blocks) or num_blocks < 1):
             raise InvalidArgumentError(f"num_blocks={num_blocks!r}: expected at least 1, or None to grow on demand")
+        if offloading:
+            raise UnsupportedError("PagedCache does not offload layers; limit its blocks instead, with memory=...")
+        self._config = config.get_text_config(decoder=True)
         self._budget = MemoryBudget(None if memory is None else parse_bytes(memory))
         self._factory = GroupFactory(make_codec(kv), block_size, self._budget, num_blocks)
         super().__init__(config=config)
@@ -96,6 +105,10 @@ class PagedCache(DynamicCache):
 
     def stats(self) -> CacheStats:
         """What the cache holds now."""
+        with self._budget.lock:
+            return self._stats()
+
+    def _stats(self) -> CacheStats:
         pools = {id(group.pool): group.pool for group in self._groups}.values()
         allocators = [pool.allocator for pool in pools]
         block_size = self._factory.block_size
@@ -128,13 +141,16 @@ class PagedCache(DynamicCache):
             layer_idx: the layer.
 
         Returns:
-            Keys and values, `[batch, num_kv_heads, columns, dim]`, still in their blocks (`LazyKV`).
+            Keys and values, `[batch, num_kv_heads, columns, dim]`: still in their blocks (`LazyKV`), or copied out of
+            them if the config names an attention implementation that reads no blocks.
 
         Raises:
             InvalidArgumentError: they do not fit what the cache holds.
             OutOfBlocks: there is no room. The whole forward pass is taken back.
         """
         if not 0 <= layer_idx < len(self.layers):
+            if layer_idx == self._last_layer_idx + 1:  # the pass of a deeper model, whose first layers fitted
+                self._undo_pass()
             raise InvalidArgumentError(
                 f"layer {layer_idx} of a cache with {len(self.layers)} layers: it was made for another model; use "
                 "PagedCache(model.config)"
@@ -154,7 +170,8 @@ class PagedCache(DynamicCache):
                     raise unfinished_pass([layer_idx], self._announced.first_column)
                 attended = self._announced.new_columns(layer.group.table, num_new)
             self._place(layer, num_new)
-            return layer.update(key_states, value_states, attended=attended)
+            keys, values = layer.update(key_states, value_states, attended=attended)
+            return (keys, values) if self._may_read_blocks() else (as_dense(keys), as_dense(values))
         except BaseException:
             self._undo_pass()
             raise
@@ -180,7 +197,7 @@ class PagedCache(DynamicCache):
         Raises:
             InvalidArgumentError: `n` is less than 1.
         """
-        if not isinstance(n, int) or n < 1:
+        if not is_integer(n) or n < 1:
             raise InvalidArgumentError(f"fork(n={n!r}): expected at least 1 copy of every row")
         other = copy.copy(self)
         # With the groups in the memo, deepcopy copies recurrent states and the like, but no blocks.
@@ -207,7 +224,7 @@ class PagedCache(DynamicCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Lets every row stand `repeats` times in a row, on the same blocks."""
-        if not isinstance(repeats, int) or repeats < 1:
+        if not is_integer(repeats) or repeats < 1:
             raise InvalidArgumentError(f"batch_repeat_interleave({repeats!r}): expected at least 1")
         for group in self._groups:
             group.select(np.arange(group.table.num_rows).repeat(repeats))
@@ -260,7 +277,7 @@ class PagedCache(DynamicCache):
         for group in self._groups:
             group.reset()
         for layer in self._layers_with_own_rows():
-            _own(layer, "reset")()
+            _forget(layer)
         self._end_pass()
 
     @property
@@ -275,6 +292,11 @@ class PagedCache(DynamicCache):
 
     def _announce(self, attention_mask: torch.Tensor | None, num_new: int) -> None:
         """Checks the 2-D mask of the forward pass that is about to run, and keeps it for its first `update`."""
+        if num_new == 0:
+            raise InvalidArgumentError(
+                f"no new tokens: the cache holds {self.get_seq_length()} columns, and the input has none after them. "
+                "Pass the ids of the whole sequence, or the new ones with the attention_mask of the whole sequence"
+            )
         unfinished = self._unfinished_layers()
         if unfinished:
             raise unfinished_pass(unfinished, self._lead_table().num_columns)
@@ -304,6 +326,13 @@ class PagedCache(DynamicCache):
             for layer in self.layers
             if isinstance(layer, PagedLayer) and is_first_pass and layer.get_seq_length() == 0
         ]
+
+    def _may_read_blocks(self) -> bool:
+        """Whether the model's attention may know blocks: not known of a config that no model was made from.
+
+        Other implementations could read a `LazyKV` by operations, but some are compiled and see no operations.
+        """
+        return getattr(self._config, "_attn_implementation", None) in (None, ATTENTION_NAME)
 
     def _place(self, layer: PagedLayer, num_new: int) -> None:
         """Moves a layer that has no tokens yet to a group of its own if it keeps other tokens than its group.
@@ -359,7 +388,7 @@ class PagedCache(DynamicCache):
             group.undo_step()
         if self._groups and self._lead_table() is None:
             for layer in self._layers_with_own_rows():
-                _own(layer, "reset")()
+                _forget(layer)
         self._end_pass()
 
 
@@ -367,6 +396,19 @@ def _own(layer: Any, method: str) -> Callable[..., None]:
     """A method of the part of a layer that is not paged."""
     is_linear = isinstance(layer, LinearAttentionCacheLayerMixin)
     return partial(getattr(LinearAttentionLayer, method), layer) if is_linear else getattr(layer, method)
+
+
+def _forget(layer: Any) -> None:
+    """Resets the part of a layer that is not paged.
+
+    Recurrent states are dropped: zeroed, as transformers does it, they would keep their batch size.
+    """
+    if not isinstance(layer, LinearAttentionCacheLayerMixin):
+        layer.reset()
+        return
+    record_past = layer.record_past
+    LinearAttentionCacheLayerMixin.__init__(layer, number_of_states=layer.number_of_states)
+    layer.record_past = record_past
 
 
 def _num_own_rows(layer: Any) -> int:

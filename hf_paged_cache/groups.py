@@ -1,11 +1,26 @@
 """The layers of one cache that keep the same tokens, and so share one block table."""
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 import numpy as np
 from hf_paged_kernels import StepMetadata
 
 from hf_paged_cache.errors import CacheStateError, InvalidArgumentError
 from hf_paged_cache.pool import GroupPool
 from hf_paged_cache.tables import BlockTable
+
+
+def _locked(method: Callable) -> Callable:
+    """Lets a method have the pool, which the groups of forks in other threads share, to itself."""
+
+    @wraps(method)
+    def wrapper(self: "LayerGroup", *args: Any, **kwargs: Any) -> Any:
+        with self.pool.lock:
+            return method(self, *args, **kwargs)
+
+    return wrapper
 
 
 class LayerGroup:
@@ -36,6 +51,7 @@ class LayerGroup:
         """Whether a layer that has no tokens yet keeps the same tokens as the others of the group."""
         return self.table.num_columns == 0 or self._joins(layer_idx, num_new)
 
+    @_locked
     def begin(
         self, layer_idx: int, num_rows: int, num_new: int, attended: np.ndarray | None, *, keep_past: bool
     ) -> StepMetadata:
@@ -70,6 +86,7 @@ class LayerGroup:
             self.pool.copy(copies)
         return self.step
 
+    @_locked
     def check_room(self, num_new: int, attended: np.ndarray | None, *, keep_past: bool) -> None:
         """Checks that the next step fits the limits of the pool, before any layer runs.
 
@@ -109,22 +126,26 @@ class LayerGroup:
         """Whether the group can go back to `num_columns` columns."""
         return self.table.can_crop(num_columns)
 
+    @_locked
     def crop(self, num_columns: int) -> None:
         """Goes back to `num_columns` columns, and gives up what has left the window then."""
         self._truncate(num_columns, None)
         self.table.restrict_to_window()
 
+    @_locked
     def select(self, rows: np.ndarray) -> None:
         """Replaces the rows by `rows`, indices of present ones."""
         self.table.select(rows)
         self.step = None
 
+    @_locked
     def reset(self) -> None:
         """Gives back everything."""
         self.table.reset()
         self.lengths.clear()
         self.step = self._undo = None
 
+    @_locked
     def fork(self, copies: int) -> "LayerGroup":
         """The same group for another cache, every row `copies` times, on the same blocks."""
         other = LayerGroup(self.pool, self.table.fork(copies), dict(self.lengths))
@@ -141,6 +162,7 @@ class LayerGroup:
             and num_new > 0
         )
 
+    @_locked
     def _truncate(self, num_columns: int, first_kept_column: int | None) -> None:
         self.table.crop(num_columns, first_kept_column)
         self.lengths = {idx: min(length, num_columns) for idx, length in self.lengths.items()}

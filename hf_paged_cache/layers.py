@@ -79,10 +79,11 @@ class PagedLayer(CacheLayerMixin):
         if num_new == 0:
             stored = (self.keys, self.values)
             return (key_states, value_states) if None in stored else stored
-        pool = self.group.pool.layer(self.layer_idx, key_states, value_states)
         first_column = self.get_mask_sizes(num_new)[1]
-        step = self.group.begin(self.layer_idx, batch, num_new, attended, keep_past=self.record_past)
-        pool.write(key_states, value_states, step)
+        with self.group.pool.lock:
+            pool = self.group.pool.layer(self.layer_idx, key_states, value_states)
+            step = self.group.begin(self.layer_idx, batch, num_new, attended, keep_past=self.record_past)
+            pool.write(key_states, value_states, step)
         self.group.finish(self.layer_idx)
         source = KVSource(pool, step, self.group.table, self.group.table.generation, first_column, self.is_chunked)
         keys = LazyKV.of(source, "key", key_states)

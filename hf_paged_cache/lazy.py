@@ -180,8 +180,7 @@ class LazyKV(LazyTensor):
         return self._dense
 
     def read_by(self, func: Callable) -> torch.Tensor:
-        hint_once(GATHER_HINT)
-        return self.materialize()
+        return as_dense(self)
 
     def with_gradients(self) -> torch.Tensor:
         """The dense tensor, through which gradients flow to the new tokens; the cached ones are constants."""
@@ -206,6 +205,14 @@ class LazyKV(LazyTensor):
         index = step.column_index(source.first_column, last_column, source.pool.blocks)
         stored = self._read(index)
         return stored if stored_only else torch.cat([stored, self.new], dim=2)
+
+
+def as_dense(states: torch.Tensor) -> torch.Tensor:
+    """Keys or values as an ordinary tensor, for attention that does not read blocks."""
+    if not isinstance(states, LazyKV):
+        return states
+    hint_once(GATHER_HINT)
+    return states.materialize()
 
 
 _hints_given: set[str] = set()

@@ -1,5 +1,7 @@
 """The blocks of one layer group as memory: the tensors of each layer, and how they grow together."""
 
+import threading
+
 import numpy as np
 import torch
 from hf_paged_kernels import KVBlocks, StepMetadata, TokenIndex, copy_blocks
@@ -60,7 +62,8 @@ class LayerPool:
 class GroupPool:
     """The blocks of a layer group: one allocator, and the pool of each layer, all with the same block ids.
 
-    A cache and its forks share it; each has a block table of its own over it.
+    A cache and its forks share it; each has a block table of its own over it. Whoever changes a table, or writes to the
+    blocks, holds `lock`: forks may be used in several threads.
 
     Args:
         codec: how tokens are stored.
@@ -95,6 +98,11 @@ class GroupPool:
     def __del__(self) -> None:
         if hasattr(self, "layers"):
             self._budget.remove(self.num_bytes)
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held while blocks are handed out, given back, written, copied or moved."""
+        return self._budget.lock
 
     @property
     def is_limited(self) -> bool:

@@ -17,6 +17,15 @@ _PER_TOKEN = (
     "token_type_ids",
 )
 
+# Options of `generate` that make it compute the prompt once, whatever the continuation is called with.
+_ONE_TOKEN = {
+    "max_new_tokens": 1,
+    "do_sample": False,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "return_dict_in_generate": False,
+}
+
 
 def prefill(model: Any, cache: PagedCache, **inputs: Any) -> PagedCache:
     """Computes a prompt into `cache`, all but its last token.
@@ -29,7 +38,8 @@ def prefill(model: Any, cache: PagedCache, **inputs: Any) -> PagedCache:
         model: a decoder-only model with `generate`.
         cache: a cache made for the model.
         **inputs: what `generate` takes, `input_ids` `[batch, tokens]` or `inputs_embeds` `[batch, tokens, hidden]`
-            among them, and options of it such as `prefill_chunk_size`.
+            among them, and options of it such as `prefill_chunk_size`. How many tokens, beams and samples it asks for
+            is left to the call that follows.
 
     Returns:
         `cache`.
@@ -61,13 +71,5 @@ def prefill(model: Any, cache: PagedCache, **inputs: Any) -> PagedCache:
     if "inputs_embeds" in inputs:
         beginning["inputs_embeds"] = inputs["inputs_embeds"][:, :-1]
     # `generate` prepares positions, masks and images as each model wants them; its one token is not cached.
-    model.generate(
-        **beginning,
-        past_key_values=cache,
-        max_new_tokens=1,
-        do_sample=False,
-        num_beams=1,
-        num_return_sequences=1,
-        return_dict_in_generate=False,
-    )
+    model.generate(**(beginning | _ONE_TOKEN), past_key_values=cache)
     return cache

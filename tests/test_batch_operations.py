@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -190,7 +191,7 @@ def test_waste_is_what_no_row_has_filled(llama: Models) -> None:
 
 
 @pytest.mark.parametrize("duplicate", [PagedCache.fork, copy.deepcopy], ids=["fork", "deepcopy"])
-@LAYERS
+@pytest.mark.parametrize("layer_types", [[FULL, FULL], [SLIDING, FULL]], ids="-".join)
 def test_the_original_is_unchanged_after_its_copies_ran(
     windowed: Models, prompts: Prompts, layer_types: list[str], duplicate: Callable[[PagedCache], PagedCache]
 ) -> None:
@@ -296,6 +297,22 @@ def test_a_mask_of_rows_has_one_entry_a_row(llama: Models, mask: list[bool]) -> 
     assert cache.batch_size == 2
 
 
+@pytest.mark.slow
+def test_forks_may_be_used_in_threads(llama: Models, prompts: Prompts) -> None:
+    model, prompt = llama(), prompts(20)["input_ids"]
+    calls = [{"input_ids": torch.cat([prompt, prompts(5, seed=seed)["input_ids"]], dim=1)} for seed in range(4)]
+    expected = [generate(model, call, None, max_new_tokens=60, do_sample=False) for call in calls]
+    for _ in range(15):
+        cache = PagedCache(model.config, block_size=16)
+        prefill(model, cache, input_ids=prompt)
+        forks = [cache.fork() for _ in calls]
+        with ThreadPoolExecutor(len(calls)) as threads:
+            answers = threads.map(
+                lambda call, fork: generate(model, call, fork, max_new_tokens=60, do_sample=False), calls, forks
+            )
+            assert all(ours.equal(theirs) for ours, theirs in zip(answers, expected, strict=True))
+
+
 # Beams
 
 
@@ -318,44 +335,6 @@ def test_beams_are_those_of_a_search_without_a_cache(
     output = generate(model, inputs, cache, **options, output_scores=True, return_dict_in_generate=True)
     assert output.sequences.equal(expected.sequences)
     torch.testing.assert_close(output.sequences_scores, expected.sequences_scores, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("layer_types", [[FULL, FULL], [SLIDING, FULL]], ids="-".join)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_beams": 4, "do_sample": False},
-        {"num_beams": 4, "num_return_sequences": 3, "do_sample": False},
-        {"num_return_sequences": 4, "do_sample": True, "top_k": 0},
-        {"num_beams": 2, "num_return_sequences": 2, "do_sample": True},
-    ],
-    ids=["beams", "beams, 3 returned", "samples", "sampled beams"],
-)
-def test_a_prefilled_fork_gives_the_beams_and_samples_of_a_plain_call(
-    windowed: Models, prompts: Prompts, layer_types: list[str], options: dict[str, Any]
-) -> None:
-    model = windowed(layer_types)
-    inputs = prompts(40, 21)
-    torch.manual_seed(0)
-    expected = generate(model, inputs, None, max_new_tokens=20, **options)
-    cache = PagedCache(model.config, block_size=16)
-    prefill(model, cache, **inputs)
-    before = contents(cache)
-    copies = max(options.get("num_beams", 1), options.get("num_return_sequences", 1))
-    torch.manual_seed(0)
-    assert generate(model, inputs, cache.fork(copies), max_new_tokens=20, **options).equal(expected)
-    assert_same(cache, before)
-
-
-def test_beams_of_a_prefilled_fork_store_the_prompt_once(llama: Models, prompts: Prompts) -> None:
-    model = llama()
-    inputs = {"input_ids": prompts(65)["input_ids"]}  # 64 tokens in 4 full blocks, the last one left for `generate`
-    cache = PagedCache(model.config, block_size=16)
-    prefill(model, cache, **inputs)
-    assert cache.stats().blocks_used == 4
-    fork = cache.fork(8)
-    generate(model, inputs, fork, num_beams=8, do_sample=False, max_new_tokens=8)
-    assert fork.stats().blocks_used <= 4 + 8
 
 
 def test_beams_of_a_plain_call_share_the_prompt_after_the_first_reorder(llama: Models, prompts: Prompts) -> None:

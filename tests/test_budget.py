@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from hf_paged_cache.budget import MemoryBudget, parse_bytes
+from hf_paged_cache.arguments import parse_bytes
+from hf_paged_cache.budget import MemoryBudget
 from hf_paged_cache.errors import InvalidArgumentError
 
 

@@ -20,7 +20,7 @@ from hf_paged_cache.blocks import BlockAllocator
 from hf_paged_cache.errors import OutOfBlocks
 from hf_paged_cache.tables import BlockTable
 
-SIZE, NUM_BLOCKS = 4, 40
+SIZE, NUM_BLOCKS = 4, 24
 GONE = -1  # what a block holds that nobody has a right to
 WINDOWS = st.sampled_from([1, 3, 4, 6, 9])
 
@@ -329,9 +329,9 @@ PROFILE = settings(
 
 
 class TestConservation(Conservation.TestCase):
-    settings = settings(PROFILE, max_examples=60, stateful_step_count=40)
+    settings = settings(PROFILE, max_examples=200, stateful_step_count=60)
 
 
 @pytest.mark.slow
 class TestConservationAtLength(Conservation.TestCase):
-    settings = settings(PROFILE, max_examples=500, stateful_step_count=100)
+    settings = settings(PROFILE, max_examples=800, stateful_step_count=120)

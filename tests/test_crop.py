@@ -55,7 +55,9 @@ def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @LAYERS
-@pytest.mark.parametrize("before", [3, 13, 15, 16, 17, 31, 40])
+@pytest.mark.parametrize(
+    "before", [3, 15, 16, 31, *(pytest.param(length, marks=pytest.mark.slow) for length in (13, 17, 40))]
+)
 def test_what_was_cropped_was_never_there(windowed: Models, layer_types: list[str], before: int) -> None:
     config = windowed(layer_types).config
     for drafted in range(1, 7):

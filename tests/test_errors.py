@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_paged_cache import (
     CropError,
@@ -17,6 +20,10 @@ from hf_paged_cache import (
     UnsupportedError,
     prefill,
 )
+from tests.compat import generate
+
+Models = Callable[..., PreTrainedModel]
+Prompts = Callable[..., dict[str, Tensor]]
 
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -133,3 +140,111 @@ def test_prefill_refuses_what_it_cannot_compute() -> None:
         prefill(decoder, filled())
     with pytest.raises(InvalidArgumentError, match="the prompt has 3 tokens and the cache holds 5"):
         prefill(decoder, filled(), input_ids=torch.ones(1, 3, dtype=torch.long))
+
+
+# The same through `generate`, which has to work again afterwards
+
+OTHER = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "eos_token_id": None,
+}
+CONFIG_OF_WIDER_HEADS = LlamaConfig(**OTHER, num_hidden_layers=3, head_dim=16)
+CONFIG_OF_FIVE_LAYERS = LlamaConfig(**OTHER, num_hidden_layers=5, head_dim=8)
+
+
+def answer(model: PreTrainedModel, inputs: dict[str, Tensor], cache: PagedCache | None, **options: object) -> Tensor:
+    return generate(model, inputs, cache, max_new_tokens=5, do_sample=False, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 64.0},
+        {"block_size": None},
+        {"block_size": "64"},
+        {"kv": ["raw"]},
+        {"kv": None},
+        {"num_blocks": 2.5},
+        {"num_blocks": True},
+        {"num_blocks": -1},
+        {"memory": "lots"},
+        {"memory": "-1GiB"},
+        {"memory": 0.5},
+        {"memory": True},
+        {"memory": float("nan")},
+    ],
+    ids=str,
+)
+def test_options_of_a_wrong_kind_are_refused_at_once(options: dict[str, object]) -> None:
+    (name, value), *_ = options.items()
+    with pytest.raises(InvalidArgumentError, match=re.escape(f"{name}={value!r}")):
+        PagedCache(CONFIG, **options)
+
+
+def test_the_model_in_the_place_of_its_config(llama: Models) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"PagedCache\(model.config\), not a LlamaForCausalLM"):
+        PagedCache(llama())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "hf_paged"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: model.to(torch.bfloat16), "2 KV heads of 8, float32, cpu, but was given .* bfloat16"),
+        (lambda model: LlamaForCausalLM(CONFIG_OF_WIDER_HEADS).eval(), "2 KV heads of 8, .* 2 KV heads of 16"),
+        (lambda model: LlamaForCausalLM(CONFIG_OF_FIVE_LAYERS).eval(), "layer 3 of a cache with 3 layers"),
+    ],
+    ids=["another dtype", "another model", "a deeper model"],
+)
+def test_a_cache_stays_with_its_model(
+    llama: Models,
+    prompts: Prompts,
+    attention: str,
+    change: Callable[[PreTrainedModel], PreTrainedModel],
+    message: str,
+) -> None:
+    model, prompt = llama(attention), prompts(20)
+    cache = PagedCache(model.config, block_size=16)
+    ids = answer(model, prompt, cache)
+    with pytest.raises(InvalidArgumentError, match=message):
+        answer(change(copy.deepcopy(model)), {"input_ids": torch.cat([ids, ids], dim=1)}, cache)
+    assert cache.get_seq_length() == 24
+    assert answer(model, {"input_ids": ids}, cache).equal(answer(model, {"input_ids": ids}, None))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "hf_paged"])
+@pytest.mark.parametrize("masked", [True, False], ids=["mask", "no mask"])
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}],
+    ids=["beams", "samples"],
+)
+def test_more_rows_than_the_cache_has_need_a_fork(
+    llama: Models, prompts: Prompts, attention: str, masked: bool, options: dict[str, object]
+) -> None:
+    model, prompt = llama(attention), prompts(20)
+    if masked:
+        prompt["attention_mask"][0, 0] = 0  # `generate` drops a mask of ones
+    cache = prefill(model, PagedCache(model.config), **prompt)
+    call = {"max_new_tokens": 5, "do_sample": False, **options}
+    with pytest.raises(InvalidArgumentError, match=r"\b3\b.*holds 1|holds 1 .*\b3\b") as info:
+        generate(model, prompt, cache, **call)
+    assert "cache.fork(n)" in str(info.value)
+    torch.manual_seed(0)
+    actual = generate(model, prompt, cache.fork(3), **call)
+    torch.manual_seed(0)
+    assert actual.equal(generate(model, prompt, None, **call))
+
+
+def test_another_batch_needs_a_reset(llama: Models, prompts: Prompts) -> None:
+    model = llama()
+    cache = PagedCache(model.config)
+    answer(model, prompts(20), cache)
+    with pytest.raises(InvalidArgumentError, match=r"\b2\b.*holds 1|holds 1 .*\b2\b"):
+        answer(model, {"input_ids": prompts(40, 40)["input_ids"]}, cache)
+    cache.reset()
+    assert answer(model, prompts(40, 40), cache).equal(answer(model, prompts(40, 40), None))

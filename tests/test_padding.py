@@ -24,7 +24,14 @@ Prompts = Callable[..., dict[str, Tensor]]
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 BLOCK = 16
-ATTENTIONS = pytest.mark.parametrize("attention", ["eager", "sdpa", "hf_paged"])
+
+
+def slow(value: object) -> object:
+    """A parameter that is left out of the quick tests."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+ATTENTIONS = pytest.mark.parametrize("attention", ["eager", slow("sdpa"), "hf_paged"])
 STACKS = pytest.mark.parametrize("layer_types", [[FULL, FULL], [SLIDING, FULL]], ids="-".join)
 
 
@@ -59,7 +66,7 @@ def logits(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cache: Dyna
 
 @STACKS
 @ATTENTIONS
-@pytest.mark.parametrize("chunk", [None, BLOCK + 1, BLOCK - 1, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("chunk", [None, BLOCK + 1, slow(BLOCK - 1), slow(1)])
 def test_a_row_answers_as_it_does_alone(
     windowed: Models, prompts: Prompts, layer_types: list[str], attention: str, chunk: int | None
 ) -> None:
@@ -72,7 +79,7 @@ def test_a_row_answers_as_it_does_alone(
 
 
 @STACKS
-@pytest.mark.parametrize("lengths", [(1, 15, 16, 49), (40, 40), (3, 100)], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 15, 16, 49), slow((40, 40)), slow((3, 100))], ids=str)
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_a_padded_batch_takes_the_blocks_of_its_rows(
     windowed: Models, prompts: Prompts, layer_types: list[str], lengths: tuple[int, ...], chunk: int | None
@@ -308,7 +315,7 @@ def test_generate_passes_the_refusal_on_and_goes_on_with_the_right_mask(llama: M
 # Whatever else is in the pool
 
 
-@pytest.mark.parametrize("poison", [math.nan, 1e30, pytest.param(1e4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("poison", [math.nan, 1e30, slow(1e4)])
 @STACKS
 @ATTENTIONS
 def test_memory_that_was_not_written_does_not_change_a_bit(
@@ -347,7 +354,7 @@ def test_memory_that_was_not_written_does_not_change_a_bit(
 
 
 @STACKS
-@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("block_size", [16, slow(32), 64, slow(128), 256])
 def test_the_block_size_has_no_influence(
     windowed: Models, prompts: Prompts, layer_types: list[str], block_size: int
 ) -> None:
@@ -370,7 +377,7 @@ def test_the_order_of_blocks_has_no_influence(
     assert answer(model, inputs, cache, length=40).equal(answers_alone(model, inputs, length=40))
 
 
-@ATTENTIONS
+@pytest.mark.parametrize("attention", ["eager", "hf_paged"])
 def test_a_grown_pool_holds_what_it_held(llama: Models, prompts: Prompts, attention: str) -> None:
     model = llama(attention)
     inputs = prompts(3, 40)

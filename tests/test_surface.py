@@ -5,10 +5,20 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from hf_paged_cache import PagedCache
-from hf_paged_cache.layers import PagedLayer, PagedSlidingLayer
+from hf_paged_cache.layers import LinearAndPagedLayer, LinearAndPagedSlidingLayer, PagedLayer, PagedSlidingLayer
+from tests.families import FAMILIES, Family
 
 CACHE_INHERITED = {
     "activate_past_recording": "asks each layer that can",
@@ -40,6 +50,14 @@ LAYER_INHERITED = {
     "supports_early_init": "true: a pool can be made before the first keys",
 }
 
+HYBRID_INHERITED = {
+    **LAYER_INHERITED,
+    "activate_past_recording": "for both parts, by the same flag",
+    "is_croppable": "the recurrent part decides",
+    "update_conv_state": "recurrent states are transformers' own",
+    "update_recurrent_state": "recurrent states are transformers' own",
+}
+
 
 def public(*classes: type) -> set[str]:
     return {
@@ -60,8 +78,18 @@ def own(*classes: type) -> set[str]:
         ((Cache, DynamicCache), (PagedCache,), CACHE_INHERITED),
         ((CacheLayerMixin, DynamicLayer), (PagedLayer,), LAYER_INHERITED),
         ((DynamicSlidingWindowLayer,), (PagedLayer, PagedSlidingLayer), LAYER_INHERITED),
+        (
+            (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer),
+            (PagedLayer, LinearAndPagedLayer),
+            HYBRID_INHERITED,
+        ),
+        (
+            (LinearAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer),
+            (PagedLayer, PagedSlidingLayer, LinearAndPagedLayer, LinearAndPagedSlidingLayer),
+            HYBRID_INHERITED,
+        ),
     ],
-    ids=["cache", "layer", "sliding layer"],
+    ids=["cache", "layer", "sliding layer", "hybrid layer", "hybrid sliding layer"],
 )
 def test_every_public_name_is_ours_or_inherited_on_purpose(
     library: tuple[type, ...], ours: tuple[type, ...], inherited: dict[str, str]
@@ -72,3 +100,15 @@ def test_every_public_name_is_ours_or_inherited_on_purpose(
 def test_what_is_inherited_is_not_overridden_by_accident() -> None:
     assert not own(PagedCache) & CACHE_INHERITED.keys()
     assert not own(PagedLayer, PagedSlidingLayer) & LAYER_INHERITED.keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_cache_describes_its_layers_as_the_library_s_own_does(family: Family) -> None:
+    config = family.config()
+    ours, theirs = PagedCache(config), DynamicCache(config=config)
+    assert len(ours) == len(theirs)
+    for name in ("is_sliding", "is_linear", "is_dummy", "is_croppable"):
+        assert getattr(ours, name, None) == getattr(theirs, name, None), name
+    for layer in range(len(ours)):
+        assert ours.get_max_length(layer) == theirs.get_max_length(layer)
+    assert ours.get_mask_sizes(5, 0) == theirs.get_mask_sizes(5, 0)

@@ -60,7 +60,7 @@ def logits_at_once(model: PreTrainedModel, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "chunk", [None, 7, slow(WINDOW), 1], ids=["one shot", "chunks of 7", "chunks of W", "one by one"]
 )
-@pytest.mark.parametrize("attention", ["eager", slow("sdpa"), "hf_paged"])
+@pytest.mark.parametrize("attention", [slow("eager"), slow("sdpa"), "hf_paged"])
 def test_a_prompt_and_its_answer_see_the_window(
     windowed: Models, prompts: Prompts, layer_types: list[str], length: int, chunk: int | None, attention: str
 ) -> None:
@@ -72,8 +72,8 @@ def test_a_prompt_and_its_answer_see_the_window(
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 17, 20, 33])
-@pytest.mark.parametrize("block_size", [16, 64])
-@pytest.mark.parametrize("attention", ["eager", "hf_paged"])
+@pytest.mark.parametrize("block_size", [16, slow(64)])
+@pytest.mark.parametrize("attention", ["eager", slow("sdpa"), "hf_paged"])
 def test_windows_of_any_size(windowed: Models, prompts: Prompts, window: int, block_size: int, attention: str) -> None:
     model = windowed([SLIDING, FULL, SLIDING], attention, window=window)
     ids = prompts(90)["input_ids"]

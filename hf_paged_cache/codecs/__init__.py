@@ -13,7 +13,7 @@ def make_codec(kv: str) -> Codec:
     Raises:
         InvalidArgumentError: there is none of that name.
     """
-    if kv not in CODECS:
+    if not isinstance(kv, str) or kv not in CODECS:
         raise InvalidArgumentError(f"unknown kv={kv!r}: expected one of {', '.join(map(repr, CODECS))}")
     return CODECS[kv]()
 

@@ -105,8 +105,8 @@ def lay_out(case: Case, rows: list[oracle.Row], poison: float) -> tuple[KVBlocks
 
 def new_states(case: Case, rows: list[oracle.Row]) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of the last columns, right-aligned; what stands in padding is finite, as a model makes it."""
-    new = [torch.full((len(rows), case.heads[1], case.query_length, dim), 1e4) for dim in case.dims]
-    new = [states.to(rows[0].key.dtype) for states in new]
+    shape, dtype = (len(rows), case.query_length, case.heads[1]), rows[0].key.dtype
+    new = [torch.full((*shape, dim), 1e4, dtype=dtype).transpose(1, 2) for dim in case.dims]
     for b, row in enumerate(rows):
         for states, tokens in zip(new, row, strict=True):
             count = min(row.length, case.query_length)
@@ -121,7 +121,8 @@ def attend(case: Case, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch
     """
     generator = torch.Generator().manual_seed(case.seed)
     rows = random_rows(case, dtype, generator)
-    query = torch.randn(len(rows), case.heads[0], case.query_length, case.dims[0], generator=generator).to(dtype)
+    query = torch.randn(len(rows), case.query_length, case.heads[0], case.dims[0], generator=generator)
+    query = query.to(dtype).transpose(1, 2)  # a view, as a model makes it
     options = {
         "scale": 2 * case.dims[0] ** -0.5,
         "window": case.window,
@@ -179,11 +180,10 @@ def test_key_and_value_widths(dims, lengths, query_length):
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("beyond", [-1, 0, 1])
 @pytest.mark.parametrize("query_length", [1, 33])
-@pytest.mark.parametrize("is_ragged", [False, True])
-def test_lengths_around_a_block_edge(block_size, beyond, query_length, is_ragged):
+@pytest.mark.parametrize("shorter", [0, 1, 5])
+def test_lengths_around_a_block_edge(block_size, beyond, query_length, shorter):
     length = 2 * block_size + beyond
-    lengths = (length, length - 5) if is_ragged else (length, length)
-    check(Case(block_size=block_size, lengths=lengths, query_length=query_length))
+    check(Case(block_size=block_size, lengths=(length, length - shorter), query_length=query_length))
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -195,7 +195,7 @@ def test_windows_and_rows_of_any_length(lengths, query_length, window, new_from_
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=str)
-@pytest.mark.parametrize("lengths", [(34, 34), (40, 17, 3), (0, 0)], ids=str)
+@pytest.mark.parametrize("lengths", [(34, 34), (40, 17, 3), (8, 5), (0, 0)], ids=str)
 @pytest.mark.parametrize("query_length", [1, 8, 9])
 @pytest.mark.parametrize("window", [None, 10])
 def test_softcap_sinks_and_holes(features, lengths, query_length, window):
@@ -220,6 +220,14 @@ def test_many_queries_are_taken_in_tiles(monkeypatch, lengths, features):
     for tile in (1, 3, 32):
         monkeypatch.setattr(reference, "MAX_SCORES", tile * len(lengths) * 2 * 64)
         check(Case(lengths=lengths, query_length=33, window=30, **features), torch.float64)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 16])
+@pytest.mark.parametrize("lengths", [(40,), (40, 40), (40, 17, 0)], ids=str)
+def test_decode_is_the_same_however_threads_share_the_work(monkeypatch, threads, lengths):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for heads in HEADS[:5]:
+        check(Case(heads=heads, lengths=lengths, window=20))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -179,6 +179,7 @@ def test_the_upload_is_no_view_of_the_host():
         ([4, 6, 7], (0, 12), None),
         ([6, 5, 4], (0, 12), None),
         ([0, 1, 2], (0, 12), None),
+        ([0, 1, 2], (1, 2), None),
         ([4, 5, 6], (0, 13), None),
     ],
 )

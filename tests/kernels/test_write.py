@@ -98,6 +98,12 @@ def test_no_tokens_can_be_gathered():
     assert gather_tokens(blocks.key, index).shape == (2, 2, 0, 3)
 
 
+def test_a_pool_without_blocks_reads_as_zero():
+    blocks = poisoned_blocks(0, 2, 4, (3, 3), torch.float32, math.nan)
+    index = TokenIndex.from_slots(np.full((2, 5), -1), blocks)
+    assert torch.equal(gather_tokens(blocks.key, index), torch.zeros(2, 2, 5, 3))
+
+
 def test_copied_blocks_are_the_same_bit_for_bit():
     """Unwritten slots too: NaN is copied as it is. Several blocks may be copies of one."""
     blocks = poisoned_blocks(6, 2, 4, (3, 5), torch.float32, math.nan)
