@@ -32,7 +32,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from variants import BASELINE, VARIANTS, Variant, missing_requirement
 
-from hf_paged_cache import PagedCacheError, small_model
+from hf_paged_cache import PagedCacheError, small_models
 
 SECTION_NAMES = ("decode", "beam", "padding", "bookkeeping")
 FULL = {
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         value = FULL[name]
         return "default " + (",".join(map(str, value)) if isinstance(value, list) else str(value))
 
-    parser.add_argument("--model", help=f"folder or hub id; default {small_model.MODEL_NAME}")
+    parser.add_argument("--model", help=f"folder or hub id; default {small_models.SMOLLM2.name}")
     parser.add_argument("--contexts", type=_positives, help=f"prompt lengths; {default('contexts')}")
     parser.add_argument("--batches", type=_positives, help=f"batch sizes; {default('batches')}")
     parser.add_argument(
@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     try:
-        model, tokenizer = small_model.load(arguments.model, "sdpa")
+        model, tokenizer = small_models.load(arguments.model, "sdpa")
     except PagedCacheError as error:
         parser.error(str(error))
     if arguments.dtype is not None:
@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if refusal is not None:
         parser.error(refusal)
 
-    machine = describe(model, arguments.model or small_model.MODEL_NAME)
+    machine = describe(model, arguments.model or small_models.SMOLLM2.name)
     settings = {"new_tokens": arguments.new_tokens, "repeats": arguments.repeats}
     print(machine_line(machine), f"{settings_line(settings)}. {RATIO_NOTE}", sep="\n")
     bench = Bench(model, tokenizer, arguments.new_tokens, arguments.repeats, failures=unavailable)

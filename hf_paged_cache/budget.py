@@ -1,6 +1,7 @@
 """What a cache may allocate: a byte budget shared by its pools, and the count of what they hold."""
 
 import threading
+from typing import Any
 
 
 class MemoryBudget:
@@ -17,6 +18,12 @@ class MemoryBudget:
         self.lock = threading.RLock()
         self.allocated = 0
         self.peak = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, lock=threading.RLock())
 
     @property
     def remaining(self) -> int | None:

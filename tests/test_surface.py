@@ -34,7 +34,6 @@ CACHE_INHERITED = {
     "is_croppable": "asks the layers",
     "is_dummy": "looks at the class of the layers",
     "is_initialized": "asks the layers",
-    "is_linear": "looks at the class of the layers",
     "is_recording_past": "asks a layer",
     "is_sliding": "asks the layers",
     "max_batch_size": "of static caches",

