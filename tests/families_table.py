@@ -13,6 +13,9 @@ row and, where transformers takes one, for a left-padded batch: tokens must be t
 number stands where transformers itself cannot do something with its own cache; its reason is below the table. A number
 beside a ✓ holds for some releases only.
 
+Every mode also runs on two real models, SmolLM2-135M-Instruct (Llama) and Gemma 3 270M, with a prompt longer than
+Gemma's window: `tests/test_real_models.py`.
+
 This page is printed by `python -m tests.families_table`.
 """
 
