@@ -42,3 +42,19 @@ class OutOfBlocks(PagedCacheError, MemoryError):
             f"free, and {limit}. The cache is as it was before the step. Raise the limit, shorten the prompt, use a "
             "smaller batch, or free blocks with `crop`, `reset` or by deleting forks."
         )
+
+
+def other_batch_size(num_cached: int, num_given: int, what: str) -> str:
+    """The message for `what`, which has not the rows that the cache holds."""
+    message = f"{what} has {_rows(num_given)}, but the cache holds {_rows(num_cached)}. "
+    copies, rest = divmod(num_given, num_cached)
+    if copies > 1 and not rest:
+        return f"{message}For {copies} beams or samples of each row use `cache.fork({copies})`"
+    return message + (
+        "Fork the prefilled cache for as many beams or samples as `generate` is asked for; for another batch take a "
+        "new cache, or `reset()` this one"
+    )
+
+
+def _rows(number: int) -> str:
+    return "1 row" if number == 1 else f"{number} rows"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from hf_paged_kernels import StepMetadata
 
-from hf_paged_cache.errors import CacheStateError, InvalidArgumentError
+from hf_paged_cache.errors import CacheStateError, InvalidArgumentError, other_batch_size
 from hf_paged_cache.pool import GroupPool
 from hf_paged_cache.tables import BlockTable
 
@@ -71,10 +71,7 @@ class LayerGroup:
         """
         table = self.table
         if table.num_columns and num_rows != table.num_rows:
-            raise InvalidArgumentError(
-                f"the cache holds {table.num_rows} rows, but the batch has {num_rows}. Give every row its copy first, "
-                f"with `cache.fork(n)` or `cache.batch_repeat_interleave(n)`, or start with a new cache or `reset()`."
-            )
+            raise InvalidArgumentError(other_batch_size(table.num_rows, num_rows, "the batch"))
         if not self._joins(layer_idx, num_new):
             lagging = [idx for idx, length in self.lengths.items() if length != table.num_columns]
             if lagging or self.length(layer_idx) != table.num_columns:

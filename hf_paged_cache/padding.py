@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_paged_cache.errors import InvalidArgumentError
+from hf_paged_cache.errors import InvalidArgumentError, other_batch_size
 from hf_paged_cache.tables import BlockTable
 
 _MAX_FRAMES = 4  # the cache's own methods, and the one of an `EncoderDecoderCache` around it
@@ -91,10 +91,7 @@ def check_mask(attention_mask: torch.Tensor | None, table: BlockTable, num_new: 
             )
         return
     if num_columns and attention_mask.shape[0] != table.num_rows:
-        raise InvalidArgumentError(
-            f"attention_mask has {attention_mask.shape[0]} rows, but the cache holds {table.num_rows}. Use "
-            "`cache.fork(n)` for more beams or samples, or a new cache for another batch"
-        )
+        raise InvalidArgumentError(other_batch_size(table.num_rows, attention_mask.shape[0], "attention_mask"))
     if attention_mask.shape[1] < num_columns + num_new:
         raise InvalidArgumentError(
             f"attention_mask covers {attention_mask.shape[1]} columns, but the cache holds {num_columns} and "

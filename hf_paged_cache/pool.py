@@ -164,11 +164,8 @@ class GroupPool:
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
         """Copies whole blocks `(source, target)` in every layer."""
-        if copies:
-            sources, targets = zip(*copies, strict=True)
-            for layer in self.layers.values():
-                copy_blocks(layer.blocks, sources, targets)
-            self.copies += len(copies)
+        copy_blocks([layer.blocks for layer in self.layers.values()], copies)
+        self.copies += len(copies)
 
     def _grow(self, needed: int, missing: int) -> None:
         self.check_room(needed)

@@ -1,8 +1,10 @@
 """Computes a prompt once, for many continuations."""
 
+import inspect
 from typing import Any
 
 import torch
+from transformers import GenerationMixin
 
 from hf_paged_cache.cache import PagedCache
 from hf_paged_cache.errors import InvalidArgumentError, UnsupportedError
@@ -15,6 +17,13 @@ _PER_TOKEN = (
     "moe_mm_token_type_ids",
     "position_ids",
     "token_type_ids",
+)
+
+# The name of `generate`'s cache: renamed in transformers 5.24, where the old one gives a warning.
+CACHE_ARGUMENT = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
 )
 
 # Options of `generate` that make it compute the prompt once, whatever the continuation is called with.
@@ -48,6 +57,8 @@ def prefill(model: Any, cache: PagedCache, **inputs: Any) -> PagedCache:
         InvalidArgumentError: there is no prompt, or the cache holds as much or more.
         UnsupportedError: the model is an encoder-decoder; its prompt is the encoder's.
     """
+    if not isinstance(cache, PagedCache):
+        raise InvalidArgumentError(f"prefill fills a PagedCache(model.config), not a {type(cache).__name__}")
     if model.config.is_encoder_decoder:
         raise UnsupportedError(
             "prefill is for decoder-only models: the prompt of an encoder-decoder goes through the encoder, which "
@@ -71,5 +82,5 @@ def prefill(model: Any, cache: PagedCache, **inputs: Any) -> PagedCache:
     if "inputs_embeds" in inputs:
         beginning["inputs_embeds"] = inputs["inputs_embeds"][:, :-1]
     # `generate` prepares positions, masks and images as each model wants them; its one token is not cached.
-    model.generate(**(beginning | _ONE_TOKEN), past_key_values=cache)
+    model.generate(**(beginning | _ONE_TOKEN | {CACHE_ARGUMENT: cache}))
     return cache

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
-from transformers import Cache, EncoderDecoderCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
-# Renamed in transformers 5.24; the old name still works there, with a FutureWarning.
-CACHE_ARGUMENT = (
-    "cache"
-    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    else "past_key_values"
-)
+from hf_paged_cache.prefill import CACHE_ARGUMENT
 
 
 def generate(model: PreTrainedModel, inputs: Mapping[str, Tensor], cache: Cache | None, **options: Any) -> Any:

@@ -4,20 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import T5Config, T5ForConditionalGeneration
+
+from tests.word_models import vocabulary_ids, word_llama, word_tokenizer
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DECODER, ENCODER_DECODER = "HuggingFaceTB/SmolLM2-135M-Instruct", "google-t5/t5-small"
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 def snippets(document: Path) -> list[str]:
@@ -28,28 +21,15 @@ def snippets(document: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folders with tiny random models and a tokenizer of the words in the documents, by the names they stand for."""
-    words = sorted({word for document in DOCUMENTS for word in re.findall(r"\w+|[^\w\s]", document.read_text())})
-    vocabulary = {word: index for index, word in enumerate(["<unk>", "<eos>", *words])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>")
-    fast.chat_template = CHAT_TEMPLATE
-    ids = {"vocab_size": len(vocabulary), "eos_token_id": 1, "pad_token_id": 1, "bos_token_id": None}
-    torch.manual_seed(0)
-    llama = LlamaConfig(
-        **ids,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+    tokenizer = word_tokenizer(document.read_text() for document in DOCUMENTS)
+    t5 = T5Config(
+        **vocabulary_ids(tokenizer), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=1
     )
-    t5 = T5Config(**ids, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=1)
     folders = {}
-    for name, model in ((DECODER, LlamaForCausalLM(llama)), (ENCODER_DECODER, T5ForConditionalGeneration(t5))):
+    for name, model in ((DECODER, word_llama(tokenizer)), (ENCODER_DECODER, T5ForConditionalGeneration(t5))):
         folder = tmp_path_factory.mktemp("tiny")
         model.save_pretrained(folder)
-        fast.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         folders[name] = str(folder)
     return folders
 

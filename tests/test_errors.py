@@ -80,7 +80,10 @@ def test_something_else_than_a_config() -> None:
             "float32, cpu, but was given .* float16",
         ),
         (lambda cache: cache.update(states(), states(tokens=4), 0), r"\(1, 2, 5, 8\) and values \(1, 2, 4, 8\)"),
-        (lambda cache: cache.update(states(rows=3), states(rows=3), 0), r"holds 1 rows, but the batch has 3.*fork"),
+        (
+            lambda cache: cache.update(states(rows=3), states(rows=3), 0),
+            r"the batch has 3 rows, but the cache holds 1 row.*fork\(3\)",
+        ),
         (lambda cache: cache.update(states(), states(), 7), "layer 7 of a cache with 2 layers.*another model"),
         (lambda cache: cache.crop(3), r"crop\(3\): expected minus the number"),
         (lambda cache: cache.reorder_cache(torch.tensor([1])), "rows .1. of a cache with 1 rows"),
@@ -233,7 +236,7 @@ def test_more_rows_than_the_cache_has_need_a_fork(
     call = {"max_new_tokens": 5, "do_sample": False, **options}
     with pytest.raises(InvalidArgumentError, match=r"\b3\b.*holds 1|holds 1 .*\b3\b") as info:
         generate(model, prompt, cache, **call)
-    assert "cache.fork(n)" in str(info.value)
+    assert "cache.fork(3)" in str(info.value)
     torch.manual_seed(0)
     actual = generate(model, prompt, cache.fork(3), **call)
     torch.manual_seed(0)

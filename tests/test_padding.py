@@ -277,7 +277,7 @@ def test_a_row_that_is_all_padding_disturbs_nobody(llama: Models, prompts: Promp
     [
         (lambda mask: mask[:, 1:], "covers 29 columns, but the cache holds 29 and 1 are new: expected 30"),
         (lambda mask: mask[:, -1:], "covers 1 columns, but the cache holds 29 and 1 are new: expected 30"),
-        (lambda mask: mask[:1], "has 1 rows, but the cache holds 2"),
+        (lambda mask: mask[:1], "has 1 row, but the cache holds 2 rows"),
         (lambda mask: None, "25 of its 29 columns are padding. Pass the mask of all 30 columns"),
         (torch.ones_like, "shows 25 columns that were padding when the cache was filled"),
     ],

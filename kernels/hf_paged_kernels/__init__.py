@@ -3,12 +3,13 @@
 The package knows blocks, steps and tensors; it imports neither transformers nor `hf_paged_cache`.
 """
 
+from hf_paged_kernels.dispatch import Backend, copy_blocks, paged_attention, write_kv
 from hf_paged_kernels.layout import KVBlocks, TokenIndex, gather_tokens
-from hf_paged_kernels.reference import dense_attention, paged_attention
+from hf_paged_kernels.reference import dense_attention
 from hf_paged_kernels.step import DeviceStep, StepMetadata
-from hf_paged_kernels.write import copy_blocks, write_kv
 
 __all__ = [
+    "Backend",
     "DeviceStep",
     "KVBlocks",
     "StepMetadata",

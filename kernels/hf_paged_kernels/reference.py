@@ -28,37 +28,12 @@ def paged_attention(
     key_mask: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of the new tokens of each row to that row's tokens.
-
-    Query `i` of a row with `n` tokens is token `p = n - query_length + i` and sees the tokens `j <= p`, with a window
-    `j > p - window`. A query that sees nothing (leading padding has `p < 0`) gives zeros.
-
-    Args:
-        query: `[batch, num_heads, query_length, key_dim]`; `num_heads` is a multiple of `num_kv_heads`.
-        blocks: blocks of the layer, into which the new tokens have been written.
-        step: the forward pass.
-        scale: factor of the scores, before softcap.
-        window: tokens that a query sees, itself included (as transformers counts `sliding_window`); `None` for all.
-        softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2).
-        sinks: `[num_heads]`, a learned logit a head that takes part in the softmax and adds no value (gpt-oss).
-        new_kv: keys and values of the new tokens, `[batch, num_kv_heads, query_length, dim]`, right-aligned: column
-            `i` belongs to query `i`. They are then not read from the blocks. Required if
-            `not step.new_tokens_stored`.
-        key_mask: bool `[batch, max_seq_len]`, False for tokens that no query sees (holes in a 2-D mask).
-        return_lse: also return the log-sum-exp of the scores, sinks included.
-
-    Returns:
-        `[batch, num_heads, query_length, value_dim]` in the dtype of `query`; with `return_lse` also the natural
-        logarithm, float32 (float64 for a float64 query) `[batch, num_heads, query_length]`, -inf for a query that
-        sees nothing.
-    """
+    """As `hf_paged_kernels.dispatch.paged_attention`, whose contract this defines."""
     needs_scores = softcap is not None or sinks is not None or return_lse
     if step.max_seq_len == 0:
         out = query.new_zeros(*query.shape[:3], blocks.value.shape[-1])
         return (out, _lse_of_nothing(query, sinks)) if return_lse else out
-    sees_only_new = new_kv is not None and not step.has_past
-    within_window = window is None or step.query_length <= window
-    if sees_only_new and key_mask is None and within_window and not needs_scores:
+    if is_plain_prefill(step, window=window, new_kv=new_kv, key_mask=key_mask) and not needs_scores:
         return _causal_attention(query, *new_kv, step, scale)
     key, value, visible = _visible_tokens(blocks, step, window, new_kv, key_mask)
     if needs_scores:
@@ -68,6 +43,18 @@ def paged_attention(
     if step.has_empty_queries or key_mask is not None:
         out = out.masked_fill(~visible.any(-1)[:, None, :, None], 0)
     return out
+
+
+def is_plain_prefill(
+    step: StepMetadata,
+    *,
+    window: int | None,
+    new_kv: tuple[torch.Tensor, torch.Tensor] | None,
+    key_mask: torch.Tensor | None,
+) -> bool:
+    """Whether a call is causal attention among fresh tokens, for which PyTorch has kernels of its own."""
+    within_window = window is None or step.query_length <= window
+    return new_kv is not None and not step.has_past and key_mask is None and within_window
 
 
 def dense_attention(

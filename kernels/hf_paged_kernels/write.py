@@ -1,6 +1,6 @@
-"""Stores new tokens in their blocks, and copies whole blocks."""
+"""Stores new tokens in their blocks, and copies whole blocks, in plain PyTorch."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
@@ -9,14 +9,7 @@ from hf_paged_kernels.step import StepMetadata
 
 
 def write_kv(blocks: KVBlocks, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:
-    """Writes the new tokens of one layer into the slots that `step` gives them.
-
-    Args:
-        blocks: blocks of the layer; changed in place.
-        key: `[batch, num_kv_heads, query_length, key_dim]`, in the dtype of the blocks.
-        value: `[batch, num_kv_heads, query_length, value_dim]`
-        step: the forward pass. Tokens whose slot is -1 are passed over.
-    """
+    """As `hf_paged_kernels.dispatch.write_kv`."""
     index = step.write_index(blocks)
     for plane, tokens in zip(blocks.token_planes, (key, value), strict=True):
         dim, rows, tokens = plane.shape[-1], index.rows, tokens.reshape(-1, tokens.shape[-1])
@@ -25,15 +18,9 @@ def write_kv(blocks: KVBlocks, key: torch.Tensor, value: torch.Tensor, step: Ste
         plane.view(-1, dim).index_copy_(0, rows, tokens)
 
 
-def copy_blocks(blocks: KVBlocks, source_ids: Iterable[int], target_ids: Iterable[int]) -> None:
-    """Copies whole blocks, all planes of them. No target may be a source.
-
-    Args:
-        blocks: blocks of the layer; changed in place.
-        source_ids, target_ids: block ids, pair by pair.
-    """
-    device = blocks.key.device
-    sources = torch.tensor(list(source_ids), dtype=torch.long, device=device)
-    targets = torch.tensor(list(target_ids), dtype=torch.long, device=device)
-    for plane in blocks.planes:
-        plane.index_copy_(1, targets, plane.index_select(1, sources))
+def copy_blocks(layers: Sequence[KVBlocks], pairs: Sequence[tuple[int, int]]) -> None:
+    """As `hf_paged_kernels.dispatch.copy_blocks`, for layers on one device."""
+    sources, targets = torch.tensor(pairs, dtype=torch.long, device=layers[0].key.device).T
+    for blocks in layers:
+        for plane in blocks.planes:
+            plane.index_copy_(1, targets, plane.index_select(1, sources))

@@ -43,7 +43,7 @@ class Batch:
         for plane in self.blocks.planes:
             plane[:, is_free] = self.poison
         if copies:
-            copy_blocks(self.blocks, *zip(*copies, strict=True))
+            copy_blocks([self.blocks], copies)
         self.new_kv = (
             self.random(self.heads[1], num_new, self.dims[0]),
             self.random(self.heads[1], num_new, self.dims[1]),

@@ -110,7 +110,7 @@ def test_copied_blocks_are_the_same_bit_for_bit():
     write_kv(blocks, numbered(1, 2, 3, 3), numbered(1, 2, 3, 5), step_with([[4, 5, 11]], 4))
     before = [plane.clone() for plane in blocks.planes]
 
-    copy_blocks(blocks, [1, 2, 1], [5, 3, 4])
+    copy_blocks([blocks], [(1, 5), (2, 3), (1, 4)])
 
     for plane, old in zip(blocks.planes, before, strict=True):
         torch.testing.assert_close(plane[:, [5, 3, 4]], old[:, [1, 2, 1]], rtol=0, atol=0, equal_nan=True)
@@ -119,7 +119,7 @@ def test_copied_blocks_are_the_same_bit_for_bit():
 
 def test_copying_no_blocks_changes_nothing():
     blocks = poisoned_blocks(2, 1, 4, (3, 3), torch.float32, 1e30)
-    copy_blocks(blocks, [], [])
+    copy_blocks([blocks], [])
     assert bool((blocks.key == 1e30).all())
 
 

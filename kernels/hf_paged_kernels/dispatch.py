@@ -1,0 +1,161 @@
+"""Which implementation does a call: plain PyTorch everywhere, Triton on GPUs."""
+
+import importlib.util
+import logging
+import os
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+from typing import Literal, get_args
+
+import torch
+
+from hf_paged_kernels import reference, write
+from hf_paged_kernels.layout import KVBlocks
+from hf_paged_kernels.step import StepMetadata
+
+logger = logging.getLogger(__name__)
+
+Backend = Literal["reference", "triton"]
+ENVIRONMENT = "HF_PAGED_KERNELS"
+
+
+def paged_attention(
+    query: torch.Tensor,
+    blocks: KVBlocks,
+    step: StepMetadata,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    new_kv: tuple[torch.Tensor, torch.Tensor] | None = None,
+    key_mask: torch.Tensor | None = None,
+    return_lse: bool = False,
+    backend: Backend | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of the new tokens of each row to that row's tokens.
+
+    Query `i` of a row with `n` tokens is token `p = n - query_length + i` and sees the tokens `j <= p`, with a window
+    `j > p - window`. A query that sees nothing (leading padding has `p < 0`) gives zeros.
+
+    Args:
+        query: `[batch, num_heads, query_length, key_dim]`; `num_heads` is a multiple of `num_kv_heads`.
+        blocks: blocks of the layer, into which the new tokens have been written.
+        step: the forward pass.
+        scale: factor of the scores, before softcap.
+        window: tokens that a query sees, itself included (as transformers counts `sliding_window`); `None` for all.
+        softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2).
+        sinks: `[num_heads]`, a learned logit a head that takes part in the softmax and adds no value (gpt-oss).
+        new_kv: keys and values of the new tokens, `[batch, num_kv_heads, query_length, dim]`, right-aligned: column
+            `i` belongs to query `i`. They are then not read from the blocks. Required if
+            `not step.new_tokens_stored`.
+        key_mask: bool `[batch, max_seq_len]`, False for tokens that no query sees (holes in a 2-D mask).
+        return_lse: also return the log-sum-exp of the scores, sinks included.
+        backend: as in `choose`.
+
+    Returns:
+        `[batch, num_heads, query_length, value_dim]` in the dtype of `query`; with `return_lse` also the natural
+        logarithm, float32 (float64 for a float64 query) `[batch, num_heads, query_length]`, -inf for a query that
+        sees nothing.
+    """
+    options = {
+        "scale": scale,
+        "window": window,
+        "softcap": softcap,
+        "sinks": sinks,
+        "new_kv": new_kv,
+        "key_mask": key_mask,
+        "return_lse": return_lse,
+    }
+    is_prefill = reference.is_plain_prefill(step, window=window, new_kv=new_kv, key_mask=key_mask)
+    needs_scores = softcap is not None or sinks is not None or return_lse
+    if choose(query.device, backend) == "triton" and (needs_scores or not is_prefill):
+        kernels = _triton()
+        reason = kernels.unsupported_reason(query, blocks)
+        if reason is None:
+            return kernels.paged_attention(query, blocks, step, **options)
+        _warn_once(f"The Triton kernels do not take {reason}: plain PyTorch attends instead, which is slower.")
+    return reference.paged_attention(query, blocks, step, **options)
+
+
+def write_kv(
+    blocks: KVBlocks,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    step: StepMetadata,
+    *,
+    backend: Backend | None = None,
+) -> None:
+    """Writes the new tokens of one layer into the slots that `step` gives them.
+
+    Args:
+        blocks: blocks of the layer; changed in place.
+        key: `[batch, num_kv_heads, query_length, key_dim]`, in the dtype of the blocks.
+        value: `[batch, num_kv_heads, query_length, value_dim]`
+        step: the forward pass. Tokens whose slot is -1 are passed over.
+        backend: as in `choose`.
+    """
+    module = _triton() if choose(key.device, backend) == "triton" else write
+    module.write_kv(blocks, key, value, step)
+
+
+def copy_blocks(
+    layers: Sequence[KVBlocks], pairs: Sequence[tuple[int, int]], *, backend: Backend | None = None
+) -> None:
+    """Copies whole blocks, all planes of them, in every layer.
+
+    Args:
+        layers: blocks of layers with the same block ids; changed in place.
+        pairs: `(source, target)` block ids. No target may be a source.
+        backend: as in `choose`.
+    """
+    by_device: dict[torch.device, list[KVBlocks]] = {}
+    for blocks in layers if pairs else ():
+        by_device.setdefault(blocks.key.device, []).append(blocks)
+    for device, on_device in by_device.items():
+        module = _triton() if choose(device, backend) == "triton" else write
+        module.copy_blocks(on_device, pairs)
+
+
+def choose(device: torch.device, backend: Backend | None = None) -> Backend:
+    """The implementation for tensors on `device`.
+
+    Args:
+        backend: the one that is wanted. `None`: the one that the environment variable `HF_PAGED_KERNELS` names, or
+            Triton on CUDA and ROCm devices where it is installed, and plain PyTorch elsewhere.
+
+    Raises:
+        ValueError: there is none of that name, or it does not run here.
+    """
+    wanted = backend or os.environ.get(ENVIRONMENT) or None
+    if wanted is not None and wanted not in get_args(Backend):
+        names = ", ".join(map(repr, get_args(Backend)))
+        raise ValueError(f"backend {wanted!r} (argument, or {ENVIRONMENT} in the environment): expected one of {names}")
+    if wanted == "triton":
+        if not _has_triton():
+            raise ValueError("the Triton kernels need triton: pip install triton, or use another backend")
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(f"the Triton kernels need tensors on a GPU, not on {device}: use backend='reference'")
+        return "triton"
+    if wanted is None and device.type == "cuda" and _has_triton():
+        return "triton"
+    return "reference"
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def _triton() -> ModuleType:
+    # Imported when first wanted: a machine without a GPU need not have it.
+    from hf_paged_kernels import triton_kernels
+
+    return triton_kernels
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)

@@ -1,0 +1,202 @@
+"""Attention of the new tokens to the tokens of their rows: past ones in blocks, new ones in blocks or fresh.
+
+One kernel serves decoding (few queries, the keys split over many programs) and extending (many queries, past keys in
+blocks, fresh keys beside them). A program takes a tile of rows, query tokens times the heads of one group, so that
+each key is read once for all of them.
+
+    grid   query tiles * splits | KV heads | batch       rows of a program, 3 heads a group: q0h0 q0h1 q0h2 q1h0 ..
+
+    keys   | before the window |  window's edge  |   seen by all queries   |  diagonal, tail  |
+             not read             masked tiles      tiles without a mask      masked tiles
+
+Splits divide what the program sees, not the sequence, so that a window over a long sequence keeps all of them busy.
+"""
+
+import triton
+import triton.language as tl
+
+from hf_paged_kernels.triton_kernels.softmax import finished, with_sink
+from hf_paged_kernels.triton_kernels.tiles import attend_tiles
+
+
+@triton.jit
+def load_query(ptr, strides, heads, tokens, present, BEGIN: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr):
+    """The dims `BEGIN .. BEGIN + SIZE - 1` of the query of each row, `[rows, SIZE]`; 0 for rows that are not there."""
+    dims = BEGIN + tl.arange(0, SIZE)
+    pointers = ptr + (heads * strides[1] + tokens * strides[2])[:, None] + dims[None, :]
+    return tl.load(pointers, mask=present[:, None] & (dims < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(ptr, offsets, values, present, BEGIN: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr):
+    """Stores `[rows, SIZE]` as the dims `BEGIN .. BEGIN + SIZE - 1` of the rows at `offsets`."""
+    dims = BEGIN + tl.arange(0, SIZE)
+    pointers = ptr + offsets[:, None] + dims[None, :]
+    tl.store(pointers, values.to(ptr.dtype.element_ty), mask=present[:, None] & (dims < DIM)[None, :])
+
+
+@triton.jit(do_not_specialize=["table_width", "mask_width", "query_length", "split_length", "num_splits", "all_splits"])
+def attend_kernel(
+    query_ptr,  # [batch, num_heads, query_length, KEY_DIM]
+    key_ptr,  # [num_kv_heads, num_slots, KEY_DIM]
+    value_ptr,  # [num_kv_heads, num_slots, VALUE_DIM]
+    new_key_ptr,  # [batch, num_kv_heads, query_length, KEY_DIM]; None: the new tokens are in the blocks
+    new_value_ptr,  # [batch, num_kv_heads, query_length, VALUE_DIM]
+    block_table_ptr,  # int32 [batch, table_width]
+    seq_lens_ptr,  # int32 [batch]
+    first_tokens_ptr,  # int32 [batch], tokens that are left to another pass; None
+    key_mask_ptr,  # uint8 [batch, mask_width]; None
+    sinks_ptr,  # [num_heads]; None
+    out_ptr,  # [batch, query_length, num_heads, VALUE_DIM], or of partials [.., all_splits, VALUE_DIM]
+    lse_ptr,  # float32 [batch, query_length, num_heads], or of partials [.., all_splits]; in log2. None: not wanted
+    scale_log2,
+    num_slots,
+    table_width,
+    mask_width,
+    query_length,
+    split_length,  # tokens a split, a multiple of TILE
+    num_splits,  # splits of this launch
+    all_splits,  # partials of a row in `out_ptr`; those of another pass come first
+    query_strides,  # (batch, head, token)
+    new_key_strides,
+    new_value_strides,
+    SHAPE: tl.constexpr,  # KEY_DIM, KEY_MAIN, KEY_REST, VALUE_DIM, VALUE_MAIN, VALUE_REST
+    GROUP: tl.constexpr,  # query heads a KV head
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    SOFTCAP: tl.constexpr,  # 0.0: none
+    PRECISION: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,  # partial results are to be merged
+):
+    KEY_DIM: tl.constexpr = SHAPE[0]
+    KEY_MAIN: tl.constexpr = SHAPE[1]
+    KEY_REST: tl.constexpr = SHAPE[2]
+    VALUE_DIM: tl.constexpr = SHAPE[3]
+    VALUE_MAIN: tl.constexpr = SHAPE[4]
+    VALUE_REST: tl.constexpr = SHAPE[5]
+    QUERIES: tl.constexpr = ROWS // GROUP
+    HAS_NEW: tl.constexpr = new_key_ptr is not None
+    HAS_KEY_MASK: tl.constexpr = key_mask_ptr is not None
+    split = tl.program_id(0) % num_splits
+    # The last query tiles have the most keys, so they start first.
+    query_tile = tl.num_programs(0) // num_splits - 1 - tl.program_id(0) // num_splits
+    kv_head = tl.program_id(1)
+    batch = tl.program_id(2)
+
+    row = tl.arange(0, ROWS)
+    first_query = query_tile * QUERIES
+    query = first_query + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    present = (row < QUERIES * GROUP) & (query < query_length)
+    seq_len = tl.load(seq_lens_ptr + batch)
+    shift = seq_len - query_length  # from a query to its token; negative where the row has leading padding
+    first_seen_token = tl.load(first_tokens_ptr + batch) if first_tokens_ptr is not None else 0
+
+    first_position = first_query + shift
+    last_position = tl.minimum(first_query + QUERIES, query_length) - 1 + shift
+    window_of_first = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW > 0 else 0
+    window_of_last = tl.maximum(last_position - WINDOW + 1, 0) if WINDOW > 0 else 0
+
+    # Keys in blocks: first .. last - 1, of which all queries see those of the interior.
+    first = tl.maximum(window_of_first, first_seen_token)
+    last = tl.maximum(shift if HAS_NEW else last_position + 1, 0)
+    interior_begin = tl.cdiv(tl.maximum(window_of_last, first), TILE) * TILE
+    interior_end = tl.minimum(tl.maximum(first_position + 1, 0), last) // TILE * TILE
+    if HAS_KEY_MASK:
+        interior_end = 0
+    interior_end = tl.maximum(interior_end, interior_begin)
+    begin = first // TILE * TILE + split * split_length
+    end = tl.minimum(begin + split_length, last)
+
+    query_base = query_ptr + batch.to(tl.int64) * query_strides[0]
+    q = load_query(query_base, query_strides, head, query, present, 0, KEY_MAIN, KEY_DIM)
+    q_rest = q
+    if KEY_REST > 0:
+        q_rest = load_query(query_base, query_strides, head, query, present, KEY_MAIN, KEY_REST, KEY_DIM)
+    maximum = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, VALUE_MAIN], tl.float32)
+    acc_rest = total
+    if VALUE_REST > 0:
+        acc_rest = tl.zeros([ROWS, VALUE_REST], tl.float32)
+    state = (maximum, total, acc, acc_rest)
+
+    head_slots = kv_head.to(tl.int64) * num_slots
+    key_base = key_ptr + head_slots * KEY_DIM
+    value_base = value_ptr + head_slots * VALUE_DIM
+    table = block_table_ptr + batch * table_width
+    mask = key_mask_ptr
+    if HAS_KEY_MASK:
+        mask = key_mask_ptr + batch.to(tl.int64) * mask_width
+    position = query + shift
+
+    if WINDOW > 0 or HAS_KEY_MASK or first_tokens_ptr is not None:
+        state = attend_tiles(
+            state, q, q_rest, position, begin, tl.minimum(end, interior_begin), first, last,
+            key_base, value_base, KEY_DIM, VALUE_DIM, table, mask, scale_log2,
+            SHAPE, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, HAS_KEY_MASK, True, PRECISION,
+        )  # fmt: skip
+    if not HAS_KEY_MASK:
+        state = attend_tiles(
+            state, q, q_rest, position, tl.maximum(begin, interior_begin), tl.minimum(end, interior_end), first, last,
+            key_base, value_base, KEY_DIM, VALUE_DIM, table, mask, scale_log2,
+            SHAPE, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, HAS_KEY_MASK, False, PRECISION,
+        )  # fmt: skip
+    state = attend_tiles(
+        state, q, q_rest, position, tl.maximum(begin, interior_end), end, first, last,
+        key_base, value_base, KEY_DIM, VALUE_DIM, table, mask, scale_log2,
+        SHAPE, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, HAS_KEY_MASK, True, PRECISION,
+    )  # fmt: skip
+
+    if HAS_NEW:
+        # Fresh keys in the numbering of queries; the last split takes them.
+        first = tl.maximum(tl.maximum(-shift, 0), window_of_first - shift)
+        last = tl.minimum(first_query + QUERIES, query_length)
+        interior_begin = tl.cdiv(tl.maximum(first, window_of_last - shift), TILE) * TILE
+        interior_end = tl.maximum((first_query + 1) // TILE * TILE, interior_begin)
+        if HAS_KEY_MASK:
+            interior_begin = 0
+            interior_end = 0
+        begin = first // TILE * TILE
+        end = tl.where(split == num_splits - 1, last, begin)
+        key_base = new_key_ptr + batch.to(tl.int64) * new_key_strides[0] + kv_head * new_key_strides[1]
+        value_base = new_value_ptr + batch.to(tl.int64) * new_value_strides[0] + kv_head * new_value_strides[1]
+        if HAS_KEY_MASK:
+            mask = mask + shift
+        # The first tiles are masked for padding and the window's edge, the last ones for the diagonal.
+        state = attend_tiles(
+            state, q, q_rest, query, begin, tl.minimum(end, interior_begin), first, last,
+            key_base, value_base, new_key_strides[2], new_value_strides[2], table, mask, scale_log2,
+            SHAPE, 0, TILE, WINDOW, SOFTCAP, HAS_KEY_MASK, True, PRECISION,
+        )  # fmt: skip
+        if not HAS_KEY_MASK:
+            state = attend_tiles(
+                state, q, q_rest, query, tl.maximum(begin, interior_begin), tl.minimum(end, interior_end), first, last,
+                key_base, value_base, new_key_strides[2], new_value_strides[2], table, mask, scale_log2,
+                SHAPE, 0, TILE, WINDOW, SOFTCAP, HAS_KEY_MASK, False, PRECISION,
+            )  # fmt: skip
+        state = attend_tiles(
+            state, q, q_rest, query, tl.maximum(begin, interior_end), end, first, last,
+            key_base, value_base, new_key_strides[2], new_value_strides[2], table, mask, scale_log2,
+            SHAPE, 0, TILE, WINDOW, SOFTCAP, HAS_KEY_MASK, True, PRECISION,
+        )  # fmt: skip
+
+    maximum, total, acc, acc_rest = state
+    if sinks_ptr is not None and not IS_PARTIAL:
+        sink = tl.load(sinks_ptr + head, mask=present, other=0.0).to(tl.float32) * 1.4426950408889634
+        factor, maximum, total = with_sink(sink, maximum, total)
+        acc = acc * factor[:, None]
+        if VALUE_REST > 0:
+            acc_rest = acc_rest * factor[:, None]
+    normaliser, lse = finished(maximum, total)
+    index = (batch.to(tl.int64) * query_length + query) * (tl.num_programs(1) * GROUP) + head
+    if IS_PARTIAL:
+        index = index * all_splits + (all_splits - num_splits) + split
+    target = index * VALUE_DIM
+    store_rows(out_ptr, target, acc * normaliser[:, None], present, 0, VALUE_MAIN, VALUE_DIM)
+    if VALUE_REST > 0:
+        store_rows(out_ptr, target, acc_rest * normaliser[:, None], present, VALUE_MAIN, VALUE_REST, VALUE_DIM)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + index, lse, mask=present)

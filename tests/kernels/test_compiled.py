@@ -1,0 +1,63 @@
+"""What the compiler makes of the kernels, for GPUs that are not there.
+
+It runs in a process of its own, since here the kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+REPOSITORY = Path(__file__).parents[2]
+TARGETS = ("sm_80", "sm_90", "gfx942")
+
+
+def rows(target: str, *options: str) -> list[dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(REPOSITORY / "eval" / "kernel_report.py"), "--json", "--targets", target, *options]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def check(row: dict) -> None:
+    compiled, case = row["compiled"], f"{row['compiled']['target']}, {row['case']}"
+    assert compiled["spilled"] == 0, case
+    assert compiled["shared"] <= row["shared_limit"], case
+    if compiled["kernel"] != "attend_kernel":
+        return
+    is_16_bit = row["launch"]["bits"] == 16
+    assert compiled["mma"] > 0 or not is_16_bit, case
+    # Keys and values come 16 bytes at a time; 2-byte and single-byte loads are sinks and the 2-D mask.
+    widths = {int(width): count for width, count in compiled["loads"].items()}
+    assert widths[128] > 8, case
+    if "all features" not in row["case"]:
+        assert not widths.keys() & {8, 16}, case
+        assert row["bytes_ratio"] is None or row["bytes_ratio"] <= 1.15, case
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_most_used_width_compiles_as_it_is_meant_to(target: str) -> None:
+    compiled = rows(target, "--quick")
+    assert {row["compiled"]["kernel"] for row in compiled} == {
+        "attend_kernel",
+        "merge_kernel",
+        "write_kernel",
+        "copy_kernel",
+    }
+    for row in compiled:
+        check(row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_row_of_the_launch_table_compiles_as_it_is_meant_to(target: str) -> None:
+    for row in rows(target):
+        check(row)

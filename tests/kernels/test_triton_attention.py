@@ -1,0 +1,117 @@
+"""The Triton kernels against the definition, interpreted where there is no GPU.
+
+The interpreter takes its time by the operation, so the shapes here are few; `-m slow` runs the whole matrix.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from hf_paged_kernels import KVBlocks, StepMetadata, paged_attention
+
+from tests.kernels.cases import (
+    BLOCK_SIZES,
+    DIMS,
+    FEATURES,
+    HEADS,
+    LENGTHS,
+    QUERY_LENGTHS,
+    WINDOWS,
+    Case,
+    attend,
+    check,
+    random_rows,
+)
+from tests.kernels.interpreter import round_as_a_gpu
+
+triton_kernels = pytest.importorskip("hf_paged_kernels.triton_kernels")
+
+
+def attention(*inputs: torch.Tensor | KVBlocks | StepMetadata, num_splits: int | None = None, **options: object):
+    """The Triton kernels, with as many splits as they choose, or with `num_splits`."""
+    if num_splits is None:
+        return paged_attention(*inputs, **options, backend="triton")
+    return triton_kernels.paged_attention(*inputs, **options, num_splits=num_splits)
+
+
+@pytest.fixture(autouse=True)
+def interpreter() -> None:
+    if not torch.cuda.is_available():
+        round_as_a_gpu()
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("query_length", [1, 9])
+def test_head_ratios(heads, query_length):
+    check(Case(heads=heads, query_length=query_length, lengths=(21, 34)), attention=attention)
+
+
+@pytest.mark.parametrize("dims", [*DIMS, (112, 112), (512, 512)], ids=str)
+@pytest.mark.parametrize("query_length", [1, 9])
+def test_key_and_value_widths(dims, query_length):
+    check(Case(dims=dims, heads=(3, 1), lengths=(20, 33), query_length=query_length), attention=attention)
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+@pytest.mark.parametrize("query_length", [1, 33])
+def test_lengths_around_a_block_edge(block_size, beyond, query_length):
+    length = min(2 * block_size, 128) + beyond
+    case = Case(block_size=block_size, lengths=(length, length - 5), query_length=query_length)
+    check(case, attention=attention)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 64])
+@pytest.mark.parametrize("lengths", [(137, 64), (40, 0, 3, 130)], ids=str)
+@pytest.mark.parametrize("window", [None, 40])
+def test_splits_have_no_influence(num_splits, lengths, window):
+    """More splits than there are tiles, and splits that see nothing, included."""
+    case = Case(lengths=lengths, query_length=2, window=window, sinks=True, block_size=32, heads=(6, 2))
+    check(case, attention=partial(attention, num_splits=num_splits))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("query_length", [1, 9])
+@pytest.mark.parametrize("window", [None, 1, 17])
+@pytest.mark.parametrize("new_from_blocks", [False, True])
+def test_windows_and_rows_of_any_length(lengths, query_length, window, new_from_blocks):
+    case = Case(lengths=lengths, query_length=query_length, window=window, new_from_blocks=new_from_blocks)
+    check(case, attention=partial(attention, num_splits=2))
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+@pytest.mark.parametrize("lengths", [(40, 17, 3), (0, 0)], ids=str)
+@pytest.mark.parametrize("query_length", [1, 9])
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_softcap_sinks_and_holes(features, lengths, query_length, num_splits):
+    case = Case(lengths=lengths, query_length=query_length, window=10, heads=(6, 2), **features)
+    check(case, attention=partial(attention, num_splits=num_splits))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("query_length", [1, 9])
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_16_bit_error_is_a_few_roundings_of_the_largest_value(dtype, query_length, num_splits):
+    case = Case(lengths=(40, 17), query_length=query_length, heads=(6, 2), dims=(64, 64), sinks=True)
+    largest = max(float(row.value.abs().max()) for row in random_rows(case, dtype, torch.Generator().manual_seed(0)))
+    for out, lse, expected_out, expected_lse in attend(case, dtype, partial(attention, num_splits=num_splits)):
+        assert out.dtype == dtype
+        assert float((out.double() - expected_out).abs().max()) <= 2 * torch.finfo(dtype).eps * largest
+        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [*LENGTHS, (16, 16), (40, 40), (0, 1, 48)], ids=str)
+@pytest.mark.parametrize("query_length", QUERY_LENGTHS)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_whole_matrix(lengths, query_length, window):
+    """Every feature and both sources of the new tokens; heads, widths and block sizes take turns."""
+    shapes = itertools.cycle(itertools.product(HEADS, DIMS, BLOCK_SIZES))
+    shapes = itertools.islice(shapes, 5 * sum(lengths) + 3 * query_length + (window or 0), None, 31)
+    for features, new_from_blocks in itertools.product(FEATURES, (False, True)):
+        heads, dims, block_size = next(shapes)
+        case = Case(lengths, query_length, heads, dims, block_size, window, new_from_blocks=new_from_blocks, **features)
+        check(case, attention=attention)
