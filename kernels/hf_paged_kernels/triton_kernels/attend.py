@@ -20,10 +20,11 @@ from hf_paged_kernels.triton_kernels.tiles import attend_tiles
 
 
 @triton.jit
-def load_query(ptr, strides, heads, tokens, present, BEGIN: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr):
+def load_query(ptr, strides, batch, heads, tokens, present, BEGIN: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr):
     """The dims `BEGIN .. BEGIN + SIZE - 1` of the query of each row, `[rows, SIZE]`; 0 for rows that are not there."""
     dims = BEGIN + tl.arange(0, SIZE)
-    pointers = ptr + (heads * strides[1] + tokens * strides[2])[:, None] + dims[None, :]
+    rows = batch * strides[0] + heads * strides[1] + tokens * strides[2]
+    pointers = ptr + rows[:, None] + dims[None, :]
     return tl.load(pointers, mask=present[:, None] & (dims < DIM)[None, :], other=0.0)
 
 
@@ -110,11 +111,11 @@ def attend_kernel(
     begin = first // TILE * TILE + split * split_length
     end = tl.minimum(begin + split_length, last)
 
-    query_base = query_ptr + batch.to(tl.int64) * query_strides[0]
-    q = load_query(query_base, query_strides, head, query, present, 0, KEY_MAIN, KEY_DIM)
+    wide_batch = batch.to(tl.int64)
+    q = load_query(query_ptr, query_strides, wide_batch, head, query, present, 0, KEY_MAIN, KEY_DIM)
     q_rest = q
     if KEY_REST > 0:
-        q_rest = load_query(query_base, query_strides, head, query, present, KEY_MAIN, KEY_REST, KEY_DIM)
+        q_rest = load_query(query_ptr, query_strides, wide_batch, head, query, present, KEY_MAIN, KEY_REST, KEY_DIM)
     maximum = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUE_MAIN], tl.float32)
@@ -129,7 +130,7 @@ def attend_kernel(
     table = block_table_ptr + batch * table_width
     mask = key_mask_ptr
     if HAS_KEY_MASK:
-        mask = key_mask_ptr + batch.to(tl.int64) * mask_width
+        mask = key_mask_ptr + wide_batch * mask_width
     position = query + shift
 
     if WINDOW > 0 or HAS_KEY_MASK or first_tokens_ptr is not None:
@@ -161,8 +162,8 @@ def attend_kernel(
             interior_end = 0
         begin = first // TILE * TILE
         end = tl.where(split == num_splits - 1, last, begin)
-        key_base = new_key_ptr + batch.to(tl.int64) * new_key_strides[0] + kv_head * new_key_strides[1]
-        value_base = new_value_ptr + batch.to(tl.int64) * new_value_strides[0] + kv_head * new_value_strides[1]
+        key_base = new_key_ptr + wide_batch * new_key_strides[0] + kv_head * new_key_strides[1]
+        value_base = new_value_ptr + wide_batch * new_value_strides[0] + kv_head * new_value_strides[1]
         if HAS_KEY_MASK:
             mask = mask + shift
         # The first tiles are masked for padding and the window's edge, the last ones for the diagonal.
@@ -191,7 +192,7 @@ def attend_kernel(
         if VALUE_REST > 0:
             acc_rest = acc_rest * factor[:, None]
     normaliser, lse = finished(maximum, total)
-    index = (batch.to(tl.int64) * query_length + query) * (tl.num_programs(1) * GROUP) + head
+    index = (wide_batch * query_length + query) * (tl.num_programs(1) * GROUP) + head
     if IS_PARTIAL:
         index = index * all_splits + (all_splits - num_splits) + split
     target = index * VALUE_DIM

@@ -33,7 +33,8 @@ def merge_kernel(
     weights = tl.exp2(lse - safe_maximum)
     normaliser, merged = finished(safe_maximum, total + tl.sum(weights, 0))
     inside = (splits < NUM_SPLITS)[:, None] & (dims < VALUE_DIM)[None, :]
-    # A split that saw nothing has stored zeros.
+    # What a split that saw nothing has in its place may be anything.
+    inside = inside & (lse > -float("inf"))[:, None]
     parts = tl.load(
         partial_ptr + (row * NUM_SPLITS + splits)[:, None] * VALUE_DIM + dims[None, :], mask=inside, other=0.0
     )

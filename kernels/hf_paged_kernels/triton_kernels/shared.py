@@ -1,0 +1,180 @@
+"""Keys that several rows of a batch share are read once for all of them: beams, samples, a common system prompt.
+
+Rows whose tables begin with the same blocks hold the same tokens there. A first pass attends to that run with the
+queries of all these rows in one tile, a second one to what each row has of its own, and the two are merged by their
+log-sum-exp. Also known as cascade attention (FlashInfer) and Hydragen (Juravsky et al.).
+
+    rows     0: [ a b c d | e ]      first pass:   queries of 0 1 2 on a b c d     (a b c d read once, not 3 times)
+             1: [ a b c d | f ]      second pass:  0 on e, 1 on f, 2 on g h
+             2: [ a b c d | g h ]
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from hf_paged_kernels.step import StepMetadata
+from hf_paged_kernels.triton_kernels.attend import load_query, store_rows
+from hf_paged_kernels.triton_kernels.softmax import finished
+from hf_paged_kernels.triton_kernels.tiles import attend_tiles
+
+# A second pass costs a launch, and partial results that are written and read again. It has to save as many tokens as
+# are read in that time: about 5 us at 2 TB/s, for one KV head of 128 in 16 bits some 20,000, and a quarter of all that
+# is read. Computed, not timed on a card.
+MIN_SAVED_TOKENS = 20_000
+MIN_SAVED_PART = 0.25
+
+
+@dataclass(frozen=True, eq=False)
+class SharedRuns:
+    """The leading runs of a step that several rows share.
+
+    Attributes:
+        tile_rows: int32 `[tiles, sequences]`, the rows that a program takes together; -1 for none.
+        tile_lengths: int32 `[tiles]`, tokens of their shared run, a multiple of the block size.
+        first_tokens: int32 `[batch]`, the first token of each row that is left to the second pass.
+    """
+
+    tile_rows: np.ndarray
+    tile_lengths: np.ndarray
+    first_tokens: np.ndarray
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The three on `device`, by one upload."""
+        parts = (self.tile_rows, self.tile_lengths, self.first_tokens)
+        packed = torch.from_numpy(np.concatenate([part.reshape(-1) for part in parts]))
+        if device.type == "cuda":
+            packed = packed.pin_memory()
+        packed = packed.to(device, non_blocking=True).split([part.size for part in parts])
+        return tuple(tensor.view(part.shape) for tensor, part in zip(packed, parts, strict=True))
+
+
+def find_shared_runs(
+    step: StepMetadata, sequences: int, num_kv_heads: int, *, min_saved_tokens: int = MIN_SAVED_TOKENS
+) -> SharedRuns | None:
+    """The shared runs of a step, if reading them once saves enough.
+
+    Args:
+        step: the forward pass.
+        sequences: rows that one program can take together.
+        num_kv_heads: KV heads of the layer, each of which saves the tokens.
+        min_saved_tokens: tokens times KV heads that have to be saved.
+    """
+    if step.batch == 1:
+        return None
+    table, size = step.block_table, step.block_size
+    full_blocks = step.past_lens // size
+    first_tokens = np.zeros(step.batch, dtype=np.int32)
+    tiles: list[tuple[np.ndarray, int]] = []
+    saved = 0
+    for first_block in np.unique(table[:, 0]):
+        rows = np.flatnonzero(table[:, 0] == first_block)
+        if first_block == 0 or len(rows) == 1:
+            continue
+        width = int(full_blocks[rows].min())
+        differs = (table[rows, :width] != table[rows[0], :width]).any(axis=0)
+        length = (int(differs.argmax()) if differs.any() else width) * size
+        num_tiles = -(-len(rows) // sequences)
+        if length == 0 or num_tiles == len(rows):
+            continue
+        saved += length * (len(rows) - num_tiles)
+        first_tokens[rows] = length
+        tiles += [(rows[start : start + sequences], length) for start in range(0, len(rows), sequences)]
+    if not tiles or saved * num_kv_heads < min_saved_tokens or saved < MIN_SAVED_PART * int(step.seq_lens.sum()):
+        return None
+    tile_rows = np.full((len(tiles), sequences), -1, dtype=np.int32)
+    for tile, (rows, _) in zip(tile_rows, tiles, strict=True):
+        tile[: len(rows)] = rows
+    return SharedRuns(tile_rows, np.array([length for _, length in tiles], dtype=np.int32), first_tokens)
+
+
+@triton.jit(do_not_specialize=["table_width", "query_length", "split_length", "num_splits", "all_splits"])
+def attend_shared_kernel(
+    query_ptr,  # [batch, num_heads, query_length, KEY_DIM]
+    key_ptr,  # [num_kv_heads, num_slots, KEY_DIM]
+    value_ptr,  # [num_kv_heads, num_slots, VALUE_DIM]
+    block_table_ptr,  # int32 [batch, table_width]
+    tile_rows_ptr,  # int32 [tiles, SEQUENCES]; -1: none
+    tile_lengths_ptr,  # int32 [tiles]
+    partial_ptr,  # float32 [batch, query_length, num_heads, all_splits, VALUE_DIM]
+    partial_lse_ptr,  # float32 [batch, query_length, num_heads, all_splits]
+    scale_log2,
+    num_slots,
+    table_width,
+    query_length,
+    split_length,
+    num_splits,
+    all_splits,
+    query_strides,  # (batch, head, token)
+    SHAPE: tl.constexpr,  # KEY_DIM, KEY_MAIN, KEY_REST, VALUE_DIM, VALUE_MAIN, VALUE_REST
+    GROUP: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attention of several sequences to the run that they share. Grid: tiles * splits | KV heads."""
+    KEY_DIM: tl.constexpr = SHAPE[0]
+    KEY_MAIN: tl.constexpr = SHAPE[1]
+    KEY_REST: tl.constexpr = SHAPE[2]
+    VALUE_DIM: tl.constexpr = SHAPE[3]
+    VALUE_MAIN: tl.constexpr = SHAPE[4]
+    VALUE_REST: tl.constexpr = SHAPE[5]
+    tile = tl.program_id(0) // num_splits
+    split = tl.program_id(0) % num_splits
+    kv_head = tl.program_id(1)
+
+    row = tl.arange(0, ROWS)
+    queries_each = query_length * GROUP
+    sequence = row // queries_each
+    batch = tl.load(tile_rows_ptr + tile * SEQUENCES + sequence, mask=sequence < SEQUENCES, other=-1)
+    present = batch >= 0
+    batch = tl.where(present, batch, 0).to(tl.int64)
+    query = row % queries_each // GROUP
+    head = kv_head * GROUP + row % GROUP
+    length = tl.load(tile_lengths_ptr + tile)
+    begin = split * split_length
+    end = tl.minimum(begin + split_length, length)
+
+    q = load_query(query_ptr, query_strides, batch, head, query, present, 0, KEY_MAIN, KEY_DIM)
+    q_rest = q
+    if KEY_REST > 0:
+        q_rest = load_query(query_ptr, query_strides, batch, head, query, present, KEY_MAIN, KEY_REST, KEY_DIM)
+    maximum = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, VALUE_MAIN], tl.float32)
+    acc_rest = total
+    if VALUE_REST > 0:
+        acc_rest = tl.zeros([ROWS, VALUE_REST], tl.float32)
+    state = (maximum, total, acc, acc_rest)
+
+    head_slots = kv_head.to(tl.int64) * num_slots
+    key_base = key_ptr + head_slots * KEY_DIM
+    value_base = value_ptr + head_slots * VALUE_DIM
+    table = block_table_ptr + tl.load(tile_rows_ptr + tile * SEQUENCES) * table_width
+    interior_end = end // TILE * TILE
+    everyone_sees = length + query  # the run lies before every query
+    state = attend_tiles(
+        state, q, q_rest, everyone_sees, begin, interior_end, 0, length,
+        key_base, value_base, KEY_DIM, VALUE_DIM, table, None, scale_log2,
+        SHAPE, BLOCK_SIZE, TILE, 0, SOFTCAP, False, False, PRECISION,
+    )  # fmt: skip
+    state = attend_tiles(
+        state, q, q_rest, everyone_sees, tl.maximum(begin, interior_end), end, 0, length,
+        key_base, value_base, KEY_DIM, VALUE_DIM, table, None, scale_log2,
+        SHAPE, BLOCK_SIZE, TILE, 0, SOFTCAP, False, True, PRECISION,
+    )  # fmt: skip
+
+    maximum, total, acc, acc_rest = state
+    normaliser, lse = finished(maximum, total)
+    index = ((batch * query_length + query) * (tl.num_programs(1) * GROUP) + head) * all_splits + split
+    target = index * VALUE_DIM
+    store_rows(partial_ptr, target, acc * normaliser[:, None], present, 0, VALUE_MAIN, VALUE_DIM)
+    if VALUE_REST > 0:
+        store_rows(partial_ptr, target, acc_rest * normaliser[:, None], present, VALUE_MAIN, VALUE_REST, VALUE_DIM)
+    tl.store(partial_lse_ptr + index, lse, mask=present)
