@@ -243,6 +243,7 @@ def _attend_blocks(
         sinks=sinks,
         new_kv=None if reads_new_from_blocks else (key.new, value.new),
         key_mask=mask.key_mask(step),
+        backend=codec.backend,
     )
     return out.transpose(1, 2).contiguous()
 

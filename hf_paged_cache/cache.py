@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hf_paged_kernels import Backend
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     DynamicCache,
@@ -46,6 +47,8 @@ class PagedCache(DynamicCache):
         memory: hard limit of the bytes of all pools, a number or text such as `"2GiB"`. `None`: grow on demand.
         cross_attention: the cache is to hold an encoder's keys and values, the second one of an
             `EncoderDecoderCache`: every layer then keeps all of them, whatever window its self-attention has.
+        backend: the kernels: `"triton"`, `"reference"` (plain PyTorch), or `None` for Triton on GPUs and plain PyTorch
+            elsewhere, unless the environment variable `HF_PAGED_KERNELS` names another.
         offloading: must be false; models that make a second cache of the type of the first one pass it.
 
     Raises:
@@ -71,6 +74,7 @@ class PagedCache(DynamicCache):
         num_blocks: int | None = None,
         memory: int | str | None = None,
         cross_attention: bool = False,
+        backend: Backend | None = None,
         offloading: bool = False,
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
@@ -85,7 +89,7 @@ class PagedCache(DynamicCache):
             raise UnsupportedError("PagedCache does not offload layers; limit its blocks instead, with memory=...")
         self._config = config.get_text_config(decoder=True)
         self._budget = MemoryBudget(None if memory is None else parse_bytes(memory))
-        self._factory = GroupFactory(make_codec(kv), block_size, self._budget, num_blocks)
+        self._factory = GroupFactory(make_codec(kv, backend), block_size, self._budget, num_blocks)
         super().__init__(config=config)
         if cross_attention:
             self.layers = [DynamicLayer() for _ in self.layers]

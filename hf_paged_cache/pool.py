@@ -164,7 +164,7 @@ class GroupPool:
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
         """Copies whole blocks `(source, target)` in every layer."""
-        copy_blocks([layer.blocks for layer in self.layers.values()], copies)
+        copy_blocks([layer.blocks for layer in self.layers.values()], copies, backend=self._codec.backend)
         self.copies += len(copies)
 
     def _grow(self, needed: int, missing: int) -> None:

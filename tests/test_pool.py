@@ -20,6 +20,7 @@ class MeteredCodec(RawCodec):
     """Counts the bytes of the tensors that are alive, and fails when a tensor of `fail_at` blocks is asked for."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.alive = self.peak = 0
         self.fail_at: tuple[int, int] | None = None  # key_dim of the layer, number of blocks
 

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-from hf_paged_kernels import KVBlocks, StepMetadata, TokenIndex
+from hf_paged_kernels import Backend, KVBlocks, StepMetadata, TokenIndex
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,20 @@ class Geometry:
 
 
 class Codec(ABC):
-    """Stores keys and values in blocks and reads them back."""
+    """Stores keys and values in blocks and reads them back.
+
+    Args:
+        backend: the kernels that write, copy and attend to its blocks; `None` for those that suit the device.
+    """
 
     name: str
     """What a user calls it: `PagedCache(config, kv=name)`."""
 
     is_exact: bool
     """Whether what is read back is bit for bit what was written."""
+
+    def __init__(self, backend: Backend | None = None) -> None:
+        self.backend = backend
 
     @abstractmethod
     def block_bytes(self, geometry: Geometry, block_size: int) -> int:

@@ -27,7 +27,7 @@ class RawCodec(Codec):
             )
 
     def write(self, blocks: KVBlocks, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:
-        write_kv(blocks, key, value, step)
+        write_kv(blocks, key, value, step, backend=self.backend)
 
     def read_key(self, blocks: KVBlocks, index: TokenIndex) -> torch.Tensor:
         return gather_tokens(blocks.key, index)

@@ -26,7 +26,6 @@ from tests.kernels.cases import (
     check,
     random_rows,
 )
-from tests.kernels.interpreter import round_as_a_gpu
 
 triton_kernels = pytest.importorskip("hf_paged_kernels.triton_kernels")
 
@@ -41,12 +40,6 @@ def attention(*inputs: torch.Tensor | KVBlocks | StepMetadata, num_splits: int |
 def quick(values: Sequence[object], *chosen: object) -> list[object]:
     """All `values` as parameters; those that are not `chosen` run with the slow tests."""
     return [value if value in chosen else pytest.param(value, marks=pytest.mark.slow) for value in values]
-
-
-@pytest.fixture(autouse=True)
-def interpreter() -> None:
-    if not torch.cuda.is_available():
-        round_as_a_gpu()
 
 
 @pytest.mark.parametrize("heads", quick(HEADS, (4, 4), (7, 1), (9, 3), (64, 1)), ids=str)

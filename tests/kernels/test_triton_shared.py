@@ -12,19 +12,12 @@ from hf_paged_kernels import KVBlocks, StepMetadata, paged_attention
 
 from tests.kernels import oracle
 from tests.kernels.hostile import poisoned_blocks
-from tests.kernels.interpreter import round_as_a_gpu
 
 pytest.importorskip("triton")
 from hf_paged_kernels.triton_kernels import attention, shared
 from hf_paged_kernels.triton_kernels.shared import find_shared_runs
 
 HEADS = (6, 2)
-
-
-@pytest.fixture(autouse=True)
-def interpreter() -> None:
-    if not torch.cuda.is_available():
-        round_as_a_gpu()
 
 
 @pytest.fixture

@@ -1,0 +1,96 @@
+"""Which kernels do a call: by device, argument and environment; and what they do not take."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from hf_paged_kernels import StepMetadata, dispatch, paged_attention
+from transformers import PreTrainedModel
+
+from hf_paged_cache import InvalidArgumentError, PagedCache
+from tests.compat import generate
+from tests.kernels.hostile import poisoned_blocks
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_the_device_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.delenv(dispatch.ENVIRONMENT, raising=False)
+    assert dispatch.choose(CPU) == "reference"
+    assert dispatch.choose(GPU) == "triton"
+    assert dispatch.choose(GPU, "reference") == "reference"
+
+
+def test_the_environment_decides_over_the_device_and_the_argument_over_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv(dispatch.ENVIRONMENT, "reference")
+    assert dispatch.choose(GPU) == "reference"
+    assert dispatch.choose(GPU, "triton") == "triton"
+    monkeypatch.setenv(dispatch.ENVIRONMENT, "")
+    assert dispatch.choose(GPU) == "triton"
+
+
+def test_without_triton_a_gpu_has_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
+    assert dispatch.choose(GPU) == "reference"
+    with pytest.raises(ValueError, match="pip install triton"):
+        dispatch.choose(GPU, "triton")
+
+
+def test_what_does_not_exist_or_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    with pytest.raises(ValueError, match=r"backend 'cuda' .*expected one of 'reference', 'triton'"):
+        dispatch.choose(GPU, "cuda")
+    monkeypatch.setenv(dispatch.ENVIRONMENT, "cutlass")
+    with pytest.raises(ValueError, match=f"'cutlass' .*{dispatch.ENVIRONMENT}"):
+        dispatch.choose(CPU)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="tensors on a GPU, not on cpu"):
+        dispatch.choose(CPU, "triton")
+
+
+def test_a_cache_says_which_backends_there_are(llama) -> None:
+    with pytest.raises(InvalidArgumentError, match="unknown backend='flash': expected one of 'reference', 'triton'"):
+        PagedCache(llama().config, backend="flash")
+
+
+def test_what_the_kernels_do_not_take_is_done_by_the_reference_with_one_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pytest.importorskip("triton")
+    blocks = poisoned_blocks(2, 1, 16, (16, 16), torch.float64, 1.0)
+    step = StepMetadata(
+        block_table=np.ones((1, 1), dtype=np.int32),
+        seq_lens=np.array([5], dtype=np.int32),
+        padding=np.zeros(1, dtype=np.int32),
+        slots=np.array([[20]], dtype=np.int32),
+        num_columns=5,
+        block_size=16,
+        new_tokens_stored=True,
+    )
+    query = torch.randn(1, 1, 1, 16, dtype=torch.float64)
+    dispatch._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger=dispatch.__name__):
+        for _ in range(2):
+            out = paged_attention(query, blocks, step, scale=1.0, backend="triton")
+    assert torch.equal(out, torch.ones_like(out))
+    assert [record.message for record in caplog.records] == [
+        "The Triton kernels do not take dtype torch.float64 with blocks in torch.float64: plain PyTorch attends "
+        "instead, which is slower."
+    ]
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_generate_on_interpreted_kernels(windowed, prompts, num_beams: int) -> None:
+    """The whole path: writing, copy-on-write, decoding, windows and padding."""
+    pytest.importorskip("triton")
+    model: PreTrainedModel = windowed(["sliding_attention", "full_attention"])
+    options = {"max_new_tokens": 4, "do_sample": False, "num_beams": num_beams}
+    expected = generate(model, prompts(19, 9), None, **options)
+    cache = PagedCache(model.config, block_size=16, backend="triton")
+    assert generate(model, prompts(19, 9), cache, **options).equal(expected)
+    assert (cache.stats().copies > 0) == (num_beams > 1)
