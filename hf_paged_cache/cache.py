@@ -95,6 +95,7 @@ class PagedCache(DynamicCache):
             self.layers = [DynamicLayer() for _ in self.layers]
         self.layers, self._groups = paged_layers(self.layers, config, self._factory)
         self._num_config_groups = len(self._groups)
+        self._pass_number = 0
         self._end_pass()
 
     def __repr__(self) -> str:
@@ -152,7 +153,7 @@ class PagedCache(DynamicCache):
         """
         if not 0 <= layer_idx < len(self.layers):
             if layer_idx == self._last_layer_idx + 1:  # the pass of a deeper model, whose first layers fitted
-                self._undo_pass()
+                self._undo_pass(self._pass_number)
             raise InvalidArgumentError(
                 f"layer {layer_idx} of a cache with {len(self.layers)} layers: it was made for another model; use "
                 "PagedCache(model.config)"
@@ -161,8 +162,7 @@ class PagedCache(DynamicCache):
         if not isinstance(layer, PagedLayer):
             return layer.update(key_states, value_states, *args, **kwargs)
         if layer_idx <= self._last_layer_idx:
-            for group in self._groups:
-                group.forget_step()
+            self._pass_number += 1
         self._last_layer_idx = layer_idx
         num_new = key_states.shape[-2]
         try:
@@ -172,10 +172,10 @@ class PagedCache(DynamicCache):
                     raise unfinished_pass([layer_idx], self._announced.first_column)
                 attended = self._announced.new_columns(layer.group.table, num_new)
             self._place(layer, num_new)
-            keys, values = layer.update(key_states, value_states, attended=attended)
+            keys, values = layer.update(key_states, value_states, attended=attended, pass_number=self._pass_number)
             return (keys, values) if self._may_read_blocks() else (as_dense(keys), as_dense(values))
         except BaseException:
-            self._undo_pass()
+            self._undo_pass(self._pass_number)
             raise
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -271,7 +271,7 @@ class PagedCache(DynamicCache):
         there is none, nothing happens. Recurrent states of hybrid models cannot be taken back: use a new cache there.
         """
         if self._unfinished_layers() or self._unreached_layers():
-            self._undo_pass()
+            self._undo_pass(max(group.last_pass for group in self._groups))
 
     def reset(self) -> None:
         """Gives back all blocks. The pools stay allocated; the next call may have another batch size."""
@@ -375,12 +375,13 @@ class PagedCache(DynamicCache):
         self._end_pass()
 
     def _end_pass(self) -> None:
+        self._pass_number += 1
         self._last_layer_idx = -1
         self._announced: Announcement | None = None
 
-    def _undo_pass(self) -> None:
+    def _undo_pass(self, pass_number: int) -> None:
         for group in self._groups:
-            group.undo_step()
+            group.undo_step(pass_number)
         if self._groups and self._lead_table() is None:
             unpaged.reset(self.layers)
         self._end_pass()

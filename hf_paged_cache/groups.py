@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from hf_paged_kernels import StepMetadata
@@ -39,8 +39,7 @@ class LayerGroup:
         self.table = table
         self.lengths = lengths or {}
         self.step: StepMetadata | None = None
-        self._undo: tuple[int, int] | None = None
-        self._earlier_undo: tuple[int, int] | None = None
+        self._undo: _Undo | None = None
         self._stored: tuple[tuple[int, int], StepMetadata] | None = None
 
     def length(self, layer_idx: int) -> int:
@@ -53,7 +52,14 @@ class LayerGroup:
 
     @_locked
     def begin(
-        self, layer_idx: int, num_rows: int, num_new: int, attended: np.ndarray | None, *, keep_past: bool
+        self,
+        layer_idx: int,
+        num_rows: int,
+        num_new: int,
+        attended: np.ndarray | None,
+        *,
+        keep_past: bool,
+        pass_number: int = 0,
     ) -> StepMetadata:
         """The step in which a layer gets `num_new` columns: the group's current one, or a new one.
 
@@ -63,6 +69,7 @@ class LayerGroup:
             num_new: new columns.
             attended: bool `[num_rows, num_new]`, the attention mask of the new columns; `None` for no padding.
             keep_past: keep what leaves the window, so that `crop` can bring it back.
+            pass_number: the forward pass, by which `undo_step` knows its steps.
 
         Raises:
             InvalidArgumentError: the batch size has changed.
@@ -77,7 +84,8 @@ class LayerGroup:
             if lagging or self.length(layer_idx) != table.num_columns:
                 raise unfinished_pass(sorted({*lagging, layer_idx}), table.num_columns)
             table.release_unkept()
-            undo = (table.num_columns, table.first_kept_column)
+            earlier = self._undo and self._undo._replace(earlier=None)
+            undo = _Undo(pass_number, table.num_columns, table.first_kept_column, earlier)
             self.step, copies = table.extend(num_rows, num_new, attended, keep_past=keep_past)
             self._undo = undo
             self.pool.copy(copies)
@@ -104,20 +112,22 @@ class LayerGroup:
         """Records that a layer has been given the columns of the current step."""
         self.lengths[layer_idx] = self.table.num_columns
 
-    def forget_step(self) -> None:
-        """The current step cannot be undone any more, unless the forward pass that now begins is."""
-        self._earlier_undo, self._undo = self._undo, None
+    @property
+    def last_pass(self) -> int:
+        """The forward pass that last began a step which can be taken back; -1 for none."""
+        return -1 if self._undo is None else self._undo.pass_number
 
     @property
     def began_empty(self) -> bool:
-        """Whether the current forward pass is the first one."""
-        return self._undo is not None and self._undo[0] == 0
+        """Whether the last step is the first one."""
+        return self._undo is not None and self._undo.num_columns == 0
 
-    def undo_step(self) -> None:
-        """Takes back the step of the current forward pass, if the group has begun one."""
-        if self._undo is not None:
-            self._truncate(*self._undo)
-        self._undo = self._earlier_undo
+    def undo_step(self, pass_number: int) -> None:
+        """Takes back the step that the group has begun in a forward pass, if any."""
+        if self._undo is not None and self._undo.pass_number == pass_number:
+            undo = self._undo
+            self._truncate(undo.num_columns, undo.first_kept_column)
+            self._undo = undo.earlier
 
     def can_crop(self, num_columns: int) -> bool:
         """Whether the group can go back to `num_columns` columns."""
@@ -164,6 +174,15 @@ class LayerGroup:
         self.table.crop(num_columns, first_kept_column)
         self.lengths = {idx: min(length, num_columns) for idx, length in self.lengths.items()}
         self.step = self._undo = None
+
+
+class _Undo(NamedTuple):
+    """What a group was before its last step."""
+
+    pass_number: int
+    num_columns: int
+    first_kept_column: int
+    earlier: "_Undo | None"
 
 
 def unfinished_pass(layers: list[int], num_columns: int) -> CacheStateError:

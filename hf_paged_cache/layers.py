@@ -57,6 +57,7 @@ class PagedLayer(CacheLayerMixin):
         value_states: torch.Tensor,
         *args: Any,
         attended: np.ndarray | None = None,
+        pass_number: int = 0,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores new keys and values, and returns all that the layer shows.
@@ -65,6 +66,7 @@ class PagedLayer(CacheLayerMixin):
             key_states: `[batch, num_kv_heads, query_length, key_dim]`
             value_states: `[batch, num_kv_heads, query_length, value_dim]`
             attended: bool `[batch, query_length]`, the attention mask of the new columns; `None` for no padding.
+            pass_number: the forward pass, as the cache counts them.
 
         Returns:
             Keys and values `[batch, num_kv_heads, columns, dim]` as `LazyKV`; as ordinary tensors where gradients
@@ -82,7 +84,9 @@ class PagedLayer(CacheLayerMixin):
         first_column = self.get_mask_sizes(num_new)[1]
         with self.group.pool.lock:
             pool = self.group.pool.layer(self.layer_idx, key_states, value_states)
-            step = self.group.begin(self.layer_idx, batch, num_new, attended, keep_past=self.record_past)
+            step = self.group.begin(
+                self.layer_idx, batch, num_new, attended, keep_past=self.record_past, pass_number=pass_number
+            )
             pool.write(key_states, value_states, step)
         self.group.finish(self.layer_idx)
         source = KVSource(pool, step, self.group.table, self.group.table.generation, first_column, self.is_chunked)

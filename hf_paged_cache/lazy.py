@@ -170,7 +170,7 @@ class LazyKV(LazyTensor):
         lazy = cls.make(shape, dtype, geometry.device)
         lazy.source = source
         lazy.new = new
-        lazy._read = source.pool.read_key if part == "key" else source.pool.read_value
+        lazy._read = source.pool.codec.read_key if part == "key" else source.pool.codec.read_value
         lazy._dense = None
         return lazy
 
@@ -202,8 +202,9 @@ class LazyKV(LazyTensor):
         # A codec that loses bits still lets the new tokens be attended to exactly.
         stored_only = self.new is None or (step.new_tokens_stored and source.pool.codec.is_exact)
         last_column = step.num_columns if stored_only else step.first_column
-        index = step.column_index(source.first_column, last_column, source.pool.blocks)
-        stored = self._read(index)
+        blocks = source.pool.blocks
+        index = step.column_index(source.first_column, last_column, blocks)
+        stored = self._read(blocks, index)
         return stored if stored_only else torch.cat([stored, self.new], dim=2)
 
 

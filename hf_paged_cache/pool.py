@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 import torch
-from hf_paged_kernels import KVBlocks, StepMetadata, TokenIndex, copy_blocks
+from hf_paged_kernels import KVBlocks, StepMetadata, copy_blocks
 
 from hf_paged_cache.blocks import BlockAllocator
 from hf_paged_cache.budget import MemoryBudget
@@ -49,14 +49,6 @@ class LayerPool:
         if key.requires_grad or value.requires_grad:
             key, value = key.detach(), value.detach()
         self.codec.write(self.blocks, key, value, step)
-
-    def read_key(self, index: TokenIndex) -> torch.Tensor:
-        """Keys `[batch, num_kv_heads, tokens, key_dim]`, zero for tokens not stored."""
-        return self.codec.read_key(self.blocks, index)
-
-    def read_value(self, index: TokenIndex) -> torch.Tensor:
-        """Values `[batch, num_kv_heads, tokens, value_dim]`, zero for tokens not stored."""
-        return self.codec.read_value(self.blocks, index)
 
 
 class GroupPool:

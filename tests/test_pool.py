@@ -75,15 +75,16 @@ class TestLayerPool:
             assert layer.blocks.num_blocks == num_blocks
             assert layer.num_bytes == num_blocks * layer.block_bytes == sum(p.nbytes for p in layer.blocks.planes)
             index = step.token_index(0, 6, layer.blocks)
-            assert torch.equal(layer.read_key(index), key)
-            assert torch.equal(layer.read_value(index), value)
+            assert torch.equal(layer.codec.read_key(layer.blocks, index), key)
+            assert torch.equal(layer.codec.read_value(layer.blocks, index), value)
 
     def test_no_graph_is_kept(self):
         pool = make_pool()
         step, _ = table_over(pool).extend(1, 3)
         key = torch.randn(1, 2, 3, 8, requires_grad=True)
         pool.layers[0].write(key, key * 2, step)
-        assert not pool.layers[0].read_key(step.token_index(0, 3, pool.layers[0].blocks)).requires_grad
+        layer = pool.layers[0]
+        assert not layer.codec.read_key(layer.blocks, step.token_index(0, 3, layer.blocks)).requires_grad
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
     def test_block_bytes_are_those_of_the_tensors(self, dtype):

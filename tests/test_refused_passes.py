@@ -1,0 +1,117 @@
+"""A forward pass that is refused takes nothing away, however often it is tried, and whatever came before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from hf_paged_kernels import StepMetadata
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_paged_cache import InvalidArgumentError, OutOfBlocks, PagedCache, prefill
+from tests.compat import CACHE_ARGUMENT, generate
+
+Models = Callable[..., PreTrainedModel]
+Prompts = Callable[..., dict[str, Tensor]]
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: Tensor, cache: PagedCache | None, **options: Any) -> Tensor:
+    return model(ids, **{CACHE_ARGUMENT: cache}, **options).logits
+
+
+def columns(cache: PagedCache) -> list[int]:
+    """Columns of each layer group."""
+    return [group.table.num_columns for group in cache._groups]
+
+
+@pytest.mark.parametrize("is_reordered", [False, True])
+@pytest.mark.parametrize("layer_types", [[FULL, FULL], [SLIDING, FULL]], ids="-".join)
+def test_another_batch_size(windowed: Models, prompts: Prompts, layer_types: list[str], is_reordered: bool) -> None:
+    model, ids = windowed(layer_types), prompts(20, 20)["input_ids"]
+    cache = PagedCache(model.config, block_size=16)
+    logits(model, ids[:, :18], cache)
+    logits(model, ids[:, 18:19], cache)
+    if is_reordered:
+        cache.reorder_cache(torch.tensor([1, 0]))
+        ids = ids[[1, 0]]
+    for _ in range(3):
+        with pytest.raises(InvalidArgumentError, match="3 rows, but the cache holds 2 rows"):
+            logits(model, torch.ones(3, 1, dtype=torch.long), cache)
+        assert columns(cache) == [19] * len(cache._groups)
+    actual = logits(model, ids[:, 19:], cache)
+    torch.testing.assert_close(actual, logits(model, ids, None, use_cache=False)[:, 19:], rtol=1e-4, atol=1e-4)
+
+
+def test_a_forgotten_fork(llama: Models, prompts: Prompts) -> None:
+    model, prompt = llama(), prompts(17)
+    cache = prefill(model, PagedCache(model.config), **prompt)
+    for _ in range(3):
+        with pytest.raises(InvalidArgumentError, match=r"cache\.fork\(2\)"):
+            generate(model, prompt, cache, num_beams=2, max_new_tokens=4)
+        assert (cache.get_seq_length(), cache.batch_size) == (16, 1)
+
+
+def test_no_room_under_a_mask_of_four_dimensions(llama: Models, prompts: Prompts) -> None:
+    """Such a mask announces nothing, so that the lack of room shows in the first layer."""
+    model, ids = llama(), prompts(17)["input_ids"]
+    cache = PagedCache(model.config, num_blocks=1, block_size=16)
+    logits(model, ids[:, :10], cache)
+    mask = torch.ones(1, 1, 7, 17, dtype=torch.bool).tril(10)
+    for _ in range(3):
+        with pytest.raises(OutOfBlocks):
+            logits(model, ids[:, 10:], cache, attention_mask=mask)
+        assert columns(cache) == [10]
+
+
+@pytest.mark.parametrize("is_reordered", [False, True])
+def test_no_room_for_the_second_of_two_groups(windowed: Models, prompts: Prompts, is_reordered: bool) -> None:
+    """Each group has room alone, and both together have not: what the first one has begun is taken back."""
+    model, ids = windowed([FULL, SLIDING, FULL, SLIDING], window=64), prompts(56, 56)["input_ids"]
+    refused = 0
+    for memory in range(20_000, 120_000, 4_000):
+        try:
+            cache = PagedCache(model.config, block_size=16, memory=memory)
+            logits(model, ids[:, :16], cache)
+        except OutOfBlocks:
+            continue
+        for length in range(16, 56):
+            if is_reordered:
+                cache.reorder_cache(torch.tensor([1, 0]))
+            try:
+                logits(model, ids[:, length : length + 1], cache)
+            except OutOfBlocks:
+                refused += 1
+                assert columns(cache) == [length, length]
+                break
+    assert refused > 5
+
+
+def test_a_pool_that_grows_while_another_fork_is_read(
+    llama: Models, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = llama("sdpa"), prompts(41, seed=1)["input_ids"]
+    cache = PagedCache(model.config, block_size=16)
+    logits(model, ids[:, :40], cache)
+    one, other = cache.fork(), cache.fork()
+    find, waiting = StepMetadata.column_index, [other]
+
+    def interrupted(self: StepMetadata, *arguments: Any) -> Any:
+        index = find(self, *arguments)
+        if waiting:
+            thread = Thread(target=logits, args=(model, prompts(200)["input_ids"], waiting.pop()))
+            thread.start()
+            thread.join()
+        return index
+
+    monkeypatch.setattr(StepMetadata, "column_index", interrupted)
+    actual = logits(model, ids[:, 40:], one)
+    assert not waiting
+    expected = logits(model, ids, None, use_cache=False)[:, 40:]
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
