@@ -68,21 +68,22 @@ def launches_of(target: str) -> list[Launch]:
     return rows
 
 
-def step(query_length: int, num_tokens: int = 1024) -> StepMetadata:
+def step(query_length: int, num_tokens: int = 1024, batch: int = 1) -> StepMetadata:
+    """A step of rows that share all blocks."""
     width = num_tokens // BLOCK_SIZE
     return StepMetadata(
-        block_table=np.arange(1, width + 1, dtype=np.int32)[None],
-        seq_lens=np.array([num_tokens], dtype=np.int32),
-        padding=np.zeros(1, dtype=np.int32),
-        slots=np.full((1, query_length), BLOCK_SIZE, dtype=np.int32),
+        block_table=np.arange(1, width + 1, dtype=np.int32)[None].repeat(batch, axis=0),
+        seq_lens=np.full(batch, num_tokens, dtype=np.int32),
+        padding=np.zeros(batch, dtype=np.int32),
+        slots=np.full((batch, query_length), BLOCK_SIZE, dtype=np.int32),
         num_columns=num_tokens,
         block_size=BLOCK_SIZE,
         new_tokens_stored=True,
     )
 
 
-def states(num_heads: int, query_length: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(1, query_length, num_heads, dim, dtype=dtype).transpose(1, 2)
+def states(num_heads: int, query_length: int, dim: int, dtype: torch.dtype, batch: int = 1) -> torch.Tensor:
+    return torch.empty(batch, query_length, num_heads, dim, dtype=dtype).transpose(1, 2)
 
 
 def blocks_of(dim: int, dtype: torch.dtype) -> KVBlocks:
@@ -119,6 +120,20 @@ def attend(target: str, launch: Launch, *, has_features: bool) -> list[Row]:
     return rows
 
 
+def attend_shared(target: str) -> list[Row]:
+    """The kernels of eight beams that share their prompt."""
+    query, blocks = states(HEADS[0], 1, 128, torch.bfloat16, batch=8), blocks_of(128, torch.bfloat16)
+    with compiling_for(target) as compiled:
+        attention.paged_attention(query, blocks, step(1, 4096, batch=8), scale=0.1, arch=target)
+    launch = attention.select(target, "decode", 128, 16)
+    rows = []
+    for kernel in compiled:
+        is_shared = kernel.kernel == "attend_shared_kernel"
+        ratio = kernel.loop_bytes / launch.tile / 512 if is_shared and kernel.loop_bytes else None
+        rows.append(Row("8 beams, decode 128, 16 bits", launch if is_shared else None, kernel, ratio))
+    return rows
+
+
 def move(target: str) -> list[Row]:
     """The kernels that write tokens and copy blocks."""
     rows = []
@@ -140,6 +155,7 @@ def report(target: str, *, is_quick: bool) -> Iterator[Row]:
         yield from attend(target, launch, has_features=False)
         if launch.max_dim == 128 and not is_quick:
             yield from attend(target, launch, has_features=True)
+    yield from attend_shared(target)
     yield from move(target)
 
 

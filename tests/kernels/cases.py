@@ -4,6 +4,7 @@ Blocks lie in random order. Whatever a row does not hold (the null block, free b
 that have left its window) is NaN, then once more a huge number: neither may show in a result.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -164,3 +165,12 @@ def check(case: Case, dtype: torch.dtype = torch.float32, attention: Attention =
         assert out.dtype == lse.dtype == dtype
         torch.testing.assert_close(out.double(), expected_out, atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(lse.double(), expected_lse, atol=tolerance, rtol=tolerance)
+
+
+def matrix(lengths: tuple[int, ...], query_length: int, window: int | None) -> Iterator[Case]:
+    """Every feature and both sources of the new tokens; heads, widths and block sizes take turns."""
+    shapes = itertools.cycle(itertools.product(HEADS, DIMS, BLOCK_SIZES))
+    shapes = itertools.islice(shapes, 5 * sum(lengths) + 3 * query_length + (window or 0), None, 31)
+    for features, new_from_blocks in itertools.product(FEATURES, (False, True)):
+        heads, dims, block_size = next(shapes)
+        yield Case(lengths, query_length, heads, dims, block_size, window, new_from_blocks=new_from_blocks, **features)

@@ -1,6 +1,5 @@
 """Attention in plain PyTorch: every shape, length, window and feature against the definition, on hostile memory."""
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -21,6 +20,7 @@ from tests.kernels.cases import (
     attend,
     check,
     lay_out,
+    matrix,
     random_rows,
 )
 
@@ -111,11 +111,7 @@ def test_16_bit_error_is_two_roundings_of_the_largest_value(dtype, features, len
 @pytest.mark.parametrize("window", WINDOWS)
 def test_whole_matrix(lengths, query_length, window):
     """Every feature and both sources of the new tokens; heads, widths and block sizes take turns."""
-    shapes = itertools.cycle(itertools.product(HEADS, DIMS, BLOCK_SIZES))
-    shapes = itertools.islice(shapes, 5 * sum(lengths) + 3 * query_length + (window or 0), None, 31)
-    for features, new_from_blocks in itertools.product(FEATURES, (False, True)):
-        heads, dims, block_size = next(shapes)
-        case = Case(lengths, query_length, heads, dims, block_size, window, new_from_blocks=new_from_blocks, **features)
+    for case in matrix(lengths, query_length, window):
         check(case, torch.float64)
 
 

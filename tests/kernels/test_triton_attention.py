@@ -5,7 +5,6 @@ The interpreter takes its time by the operation, so the shapes here are few; `-m
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from functools import partial
 
@@ -24,6 +23,7 @@ from tests.kernels.cases import (
     Case,
     attend,
     check,
+    matrix,
     random_rows,
 )
 
@@ -110,9 +110,5 @@ def test_16_bit_error_is_a_few_roundings_of_the_largest_value(dtype, query_lengt
 @pytest.mark.parametrize("window", WINDOWS)
 def test_whole_matrix(lengths, query_length, window):
     """Every feature and both sources of the new tokens; heads, widths and block sizes take turns."""
-    shapes = itertools.cycle(itertools.product(HEADS, DIMS, BLOCK_SIZES))
-    shapes = itertools.islice(shapes, 5 * sum(lengths) + 3 * query_length + (window or 0), None, 31)
-    for features, new_from_blocks in itertools.product(FEATURES, (False, True)):
-        heads, dims, block_size = next(shapes)
-        case = Case(lengths, query_length, heads, dims, block_size, window, new_from_blocks=new_from_blocks, **features)
+    for case in matrix(lengths, query_length, window):
         check(case, attention=attention)

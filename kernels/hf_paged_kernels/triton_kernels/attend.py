@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from hf_paged_kernels.triton_kernels.softmax import finished, with_sink
-from hf_paged_kernels.triton_kernels.tiles import attend_tiles
+from hf_paged_kernels.triton_kernels.tiles import attend_tiles, nothing_seen
 
 
 @triton.jit
@@ -116,13 +116,7 @@ def attend_kernel(
     q_rest = q
     if KEY_REST > 0:
         q_rest = load_query(query_ptr, query_strides, wide_batch, head, query, present, KEY_MAIN, KEY_REST, KEY_DIM)
-    maximum = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, VALUE_MAIN], tl.float32)
-    acc_rest = total
-    if VALUE_REST > 0:
-        acc_rest = tl.zeros([ROWS, VALUE_REST], tl.float32)
-    state = (maximum, total, acc, acc_rest)
+    state = nothing_seen(ROWS, VALUE_MAIN, VALUE_REST)
 
     head_slots = kv_head.to(tl.int64) * num_slots
     key_base = key_ptr + head_slots * KEY_DIM

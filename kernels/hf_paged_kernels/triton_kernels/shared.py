@@ -19,7 +19,7 @@ import triton.language as tl
 from hf_paged_kernels.step import StepMetadata
 from hf_paged_kernels.triton_kernels.attend import load_query, store_rows
 from hf_paged_kernels.triton_kernels.softmax import finished
-from hf_paged_kernels.triton_kernels.tiles import attend_tiles
+from hf_paged_kernels.triton_kernels.tiles import attend_tiles, nothing_seen
 
 # A second pass costs a launch, and partial results that are written and read again. It has to save as many tokens as
 # are read in that time: about 5 us at 2 TB/s, for one KV head of 128 in 16 bits some 20,000, and a quarter of all that
@@ -145,13 +145,7 @@ def attend_shared_kernel(
     q_rest = q
     if KEY_REST > 0:
         q_rest = load_query(query_ptr, query_strides, batch, head, query, present, KEY_MAIN, KEY_REST, KEY_DIM)
-    maximum = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, VALUE_MAIN], tl.float32)
-    acc_rest = total
-    if VALUE_REST > 0:
-        acc_rest = tl.zeros([ROWS, VALUE_REST], tl.float32)
-    state = (maximum, total, acc, acc_rest)
+    state = nothing_seen(ROWS, VALUE_MAIN, VALUE_REST)
 
     head_slots = kv_head.to(tl.int64) * num_slots
     key_base = key_ptr + head_slots * KEY_DIM

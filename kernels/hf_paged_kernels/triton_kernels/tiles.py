@@ -96,6 +96,18 @@ def load_rows(
 
 
 @triton.jit
+def nothing_seen(ROWS: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr):
+    """The `state` of `attend_tiles` before the first tile."""
+    maximum = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, VALUE_MAIN], tl.float32)
+    acc_rest = total
+    if VALUE_REST > 0:
+        acc_rest = tl.zeros([ROWS, VALUE_REST], tl.float32)
+    return maximum, total, acc, acc_rest
+
+
+@triton.jit
 def attend_tiles(
     state,  # maximum, total [rows]; acc, acc_rest [rows, VALUE_MAIN / VALUE_REST]
     query,  # [rows, KEY_MAIN]
