@@ -210,8 +210,10 @@ def _reads_blocks(
     if not (isinstance(key, LazyKV) and isinstance(value, LazyKV) and isinstance(attention_mask, LazyMask)):
         return False
     source = key.source
+    needs_graph = torch.is_grad_enabled() and query.requires_grad  # which would keep blocks that later steps write to
     return (
-        value.source is source
+        not needs_graph
+        and value.source is source
         and source.is_current
         and not source.is_chunked
         and source.step.query_length == query.shape[2]

@@ -65,6 +65,17 @@ class BlockAllocator:
         self._release_pending()
         return self._references[block_ids]
 
+    def must_be_copied(self, block_ids: np.ndarray) -> np.ndarray:
+        """Which of `block_ids` a row may not write to: others hold them, or know their content. Bool, same shape."""
+        must = self.references(block_ids) > 1
+        if self._retained:
+            must |= np.isin(block_ids, list(self._retained))
+        return must
+
+    def is_retained(self, block_id: int) -> bool:
+        """Whether the content of a block is known, see `retain`."""
+        return block_id in self._retained
+
     def grow(self, num_blocks: int) -> None:
         """Adds free ids up to `num_blocks` in total, the null block included."""
         old = self.num_blocks

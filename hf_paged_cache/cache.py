@@ -19,7 +19,7 @@ from hf_paged_cache.attention import ATTENTION_NAME
 from hf_paged_cache.budget import MemoryBudget
 from hf_paged_cache.codecs import make_codec
 from hf_paged_cache.config_layers import GroupFactory, paged_layers
-from hf_paged_cache.errors import CropError, InvalidArgumentError, UnsupportedError
+from hf_paged_cache.errors import CacheStateError, CropError, InvalidArgumentError, UnsupportedError
 from hf_paged_cache.groups import LayerGroup, unfinished_pass
 from hf_paged_cache.layers import PagedLayer
 from hf_paged_cache.lazy import as_dense
@@ -87,7 +87,7 @@ class PagedCache(DynamicCache):
             raise InvalidArgumentError(f"num_blocks={num_blocks!r}: expected at least 1, or None to grow on demand")
         if offloading:
             raise UnsupportedError("PagedCache does not offload layers; limit its blocks instead, with memory=...")
-        self._config = config.get_text_config(decoder=True)
+        self._config = _live_text_config(config)
         self._budget = MemoryBudget(None if memory is None else parse_bytes(memory))
         self._factory = GroupFactory(make_codec(kv, backend), block_size, self._budget, num_blocks)
         super().__init__(config=config)
@@ -96,6 +96,7 @@ class PagedCache(DynamicCache):
         self.layers, self._groups = paged_layers(self.layers, config, self._factory)
         self._num_config_groups = len(self._groups)
         self._pass_number = 0
+        self._states_are_ahead = False
         self._end_pass()
 
     def __repr__(self) -> str:
@@ -161,8 +162,11 @@ class PagedCache(DynamicCache):
         layer = self.layers[layer_idx]
         if not isinstance(layer, PagedLayer):
             return layer.update(key_states, value_states, *args, **kwargs)
+        self._check_states()
         if layer_idx <= self._last_layer_idx:
             self._pass_number += 1
+        if layer_idx <= self._last_layer_idx or self._last_layer_idx < 0:
+            self._hands_out_blocks = self._may_read_blocks()
         self._last_layer_idx = layer_idx
         num_new = key_states.shape[-2]
         try:
@@ -171,9 +175,13 @@ class PagedCache(DynamicCache):
                 if self._announced.was_missed_by(layer.get_seq_length(), num_new):
                     raise unfinished_pass([layer_idx], self._announced.first_column)
                 attended = self._announced.new_columns(layer.group.table, num_new)
+                if attended is not None and len(attended) != len(key_states):
+                    raise InvalidArgumentError(
+                        f"attention_mask has {len(attended)} rows, but the batch has {len(key_states)}"
+                    )
             self._place(layer, num_new)
             keys, values = layer.update(key_states, value_states, attended=attended, pass_number=self._pass_number)
-            return (keys, values) if self._may_read_blocks() else (as_dense(keys), as_dense(values))
+            return (keys, values) if self._hands_out_blocks else (as_dense(keys), as_dense(values))
         except BaseException:
             self._undo_pass(self._pass_number)
             raise
@@ -219,8 +227,8 @@ class PagedCache(DynamicCache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the rows `indices`: int64, or bool `[batch]`."""
         if indices.dtype == torch.bool:
-            if self.batch_size not in (-1, len(indices)):
-                raise InvalidArgumentError(f"a mask of {len(indices)} rows for a cache with {self.batch_size}")
+            if self._num_rows() not in (0, len(indices)):
+                raise InvalidArgumentError(f"a mask of {len(indices)} rows for a cache with {self._num_rows()}")
             indices = indices.nonzero().squeeze(1)
         self._select_rows(indices)
 
@@ -249,6 +257,9 @@ class PagedCache(DynamicCache):
             raise CropError(
                 f"crop({tokens_to_remove}): expected minus the number of tokens to remove, crop(-{tokens_to_remove})"
             )
+        unfinished = self._unfinished_layers()
+        if unfinished:
+            raise unfinished_pass(unfinished, self._lead_table().num_columns)
         kept = [max(group.table.num_columns + tokens_to_remove, 0) for group in self._groups]
         for group, num_columns in zip(self._groups, kept, strict=True):
             window = group.table.window
@@ -268,7 +279,8 @@ class PagedCache(DynamicCache):
         """Takes back a forward pass that stopped half-way, so that the cache can be used again.
 
         A pass that was interrupted (Ctrl-C, out of memory in the model) has reached some layers and not others. If
-        there is none, nothing happens. Recurrent states of hybrid models cannot be taken back: use a new cache there.
+        there is none, nothing happens. Recurrent states of hybrid models cannot be taken back: unless it was the first
+        pass, the cache then refuses to go on until `reset()`.
         """
         if self._unfinished_layers() or self._unreached_layers():
             self._undo_pass(max(group.last_pass for group in self._groups))
@@ -278,6 +290,7 @@ class PagedCache(DynamicCache):
         for group in self._groups:
             group.reset()
         unpaged.reset(self.layers)
+        self._states_are_ahead = False
         self._end_pass()
 
     @property
@@ -298,6 +311,17 @@ class PagedCache(DynamicCache):
         """The table of the first group that holds tokens."""
         return next((group.table for group in self._groups if group.table.num_columns), None)
 
+    def _num_rows(self) -> int:
+        """Rows that the tables have, also when all of their columns were cropped; 0 for none."""
+        return max((group.table.num_rows for group in self._groups), default=0)
+
+    def _check_states(self) -> None:
+        if self._states_are_ahead:
+            raise CacheStateError(
+                "a forward pass was taken back, but recurrent states cannot be: they are ahead of the keys and values. "
+                "Call `cache.reset()` and compute the whole sequence again, or use a new cache."
+            )
+
     def _announce(self, attention_mask: torch.Tensor | None, num_new: int) -> None:
         """Checks the 2-D mask of the forward pass that is about to run, and keeps it for its first `update`."""
         if num_new == 0:
@@ -305,6 +329,7 @@ class PagedCache(DynamicCache):
                 f"no new tokens: the cache holds {self.get_seq_length()} columns, and the input has none after them. "
                 "Pass the ids of the whole sequence, or the new ones with the attention_mask of the whole sequence"
             )
+        self._check_states()
         unfinished = self._unfinished_layers()
         if unfinished:
             raise unfinished_pass(unfinished, self._lead_table().num_columns)
@@ -327,13 +352,15 @@ class PagedCache(DynamicCache):
         return [idx for group in config_groups for idx, length in group.lengths.items() if length != longest]
 
     def _unreached_layers(self) -> list[int]:
-        """Layers that have no tokens at all, while the first forward pass has given some to others."""
-        is_first_pass = any(group.began_empty for group in self._groups)
-        return [
-            layer.layer_idx
-            for layer in self.layers
-            if isinstance(layer, PagedLayer) and is_first_pass and layer.get_seq_length() == 0
-        ]
+        """Layers that have no tokens at all, while the first forward pass has given some to layers before them.
+
+        Cross-attention layers in the middle have none as long as there is no image.
+        """
+        if not any(group.began_empty for group in self._groups):
+            return []
+        lengths = {layer.layer_idx: layer.get_seq_length() for layer in self.layers if isinstance(layer, PagedLayer)}
+        last_reached = max((idx for idx, length in lengths.items() if length), default=-1)
+        return [idx for idx in lengths if idx > last_reached]
 
     def _may_read_blocks(self) -> bool:
         """Whether the model's attention may know blocks: not known of a config that no model was made from.
@@ -362,11 +389,10 @@ class PagedCache(DynamicCache):
 
     def _select_rows(self, rows: torch.Tensor) -> None:
         indices = rows.cpu().numpy()
-        table = self._lead_table()
-        if table is not None and indices.size and not (indices.min() >= 0 and indices.max() < table.num_rows):
+        num_rows = self._num_rows()
+        if num_rows and indices.size and not (indices.min() >= 0 and indices.max() < num_rows):
             raise InvalidArgumentError(
-                f"rows {indices.tolist()} of a cache with {table.num_rows} rows: expected indices from 0 to "
-                f"{table.num_rows - 1}"
+                f"rows {indices.tolist()} of a cache with {num_rows} rows: expected indices from 0 to {num_rows - 1}"
             )
         for group in self._groups:
             if group.table.num_rows:
@@ -384,4 +410,12 @@ class PagedCache(DynamicCache):
             group.undo_step(pass_number)
         if self._groups and self._lead_table() is None:
             unpaged.reset(self.layers)
+        elif unpaged.have_states(self.layers[: self._last_layer_idx + 1]):
+            self._states_are_ahead = True
         self._end_pass()
+
+
+def _live_text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the decoder that its model looks at: of encoder-decoders `get_text_config` gives a copy."""
+    text_config = config.get_text_config(decoder=True)
+    return text_config if any(value is text_config for value in vars(config).values()) else config

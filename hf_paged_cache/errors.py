@@ -1,5 +1,8 @@
 """Exceptions of the package. All derive from `PagedCacheError`, and from the built-in a caller would catch."""
 
+from functools import partial
+from typing import Any
+
 
 class PagedCacheError(Exception):
     """Base of every error the package raises on purpose. The cache is unchanged and usable after one."""
@@ -33,6 +36,7 @@ class OutOfBlocks(PagedCacheError, MemoryError):
     """
 
     def __init__(self, *, needed: int, free: int, total: int, block_bytes: int, limit: str) -> None:
+        self._arguments = {"needed": needed, "free": free, "total": total, "block_bytes": block_bytes, "limit": limit}
         self.needed = needed
         self.free = free
         self.total = total
@@ -42,6 +46,9 @@ class OutOfBlocks(PagedCacheError, MemoryError):
             f"free, and {limit}. The cache is as it was before the step. Raise the limit, shorten the prompt, use a "
             "smaller batch, or free blocks with `crop`, `reset` or by deleting forks."
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(OutOfBlocks, **self._arguments), ()
 
 
 def other_batch_size(num_cached: int, num_given: int, what: str) -> str:

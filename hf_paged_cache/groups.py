@@ -59,7 +59,7 @@ class LayerGroup:
         attended: np.ndarray | None,
         *,
         keep_past: bool,
-        pass_number: int = 0,
+        pass_number: int,
     ) -> StepMetadata:
         """The step in which a layer gets `num_new` columns: the group's current one, or a new one.
 
@@ -84,7 +84,7 @@ class LayerGroup:
             if lagging or self.length(layer_idx) != table.num_columns:
                 raise unfinished_pass(sorted({*lagging, layer_idx}), table.num_columns)
             table.release_unkept()
-            earlier = self._undo and self._undo._replace(earlier=None)
+            earlier = None if self._undo is None else self._undo._replace(earlier=None)
             undo = _Undo(pass_number, table.num_columns, table.first_kept_column, earlier)
             self.step, copies = table.extend(num_rows, num_new, attended, keep_past=keep_past)
             self._undo = undo

@@ -49,7 +49,8 @@ class PagedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Makes the layer's pool for keys and values of that shape, `[batch, num_kv_heads, any, dim]`."""
-        self.group.pool.layer(self.layer_idx, key_states, value_states)
+        with self.group.pool.lock:
+            self.group.pool.layer(self.layer_idx, key_states, value_states)
 
     def update(
         self,

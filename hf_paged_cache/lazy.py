@@ -149,7 +149,8 @@ class LazyKV(LazyTensor):
     """Keys or values of one layer, `[batch, num_kv_heads, columns, dim]`, still in their blocks.
 
     Attention that knows blocks reads them in place, through `source`. Any other operation copies them out, which is
-    right with every attention implementation, only slower. Columns that are leading padding read as zero.
+    right with every attention implementation, only slower. Columns of leading padding that are not new read as zero.
+    The copy is the reader's: a view of it may be changed, which changes nothing in the cache.
 
     It is valid for the forward pass it comes from: until the blocks it reads are given back or rewritten.
 

@@ -33,6 +33,7 @@ _ONE_TOKEN = {
     "num_beams": 1,
     "num_return_sequences": 1,
     "return_dict_in_generate": False,
+    "streamer": None,
 }
 
 

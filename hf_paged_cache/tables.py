@@ -246,16 +246,18 @@ class BlockTable:
         return np.where(empty, self.padding + leading, self.padding).astype(np.int32)
 
     def _rows_to_copy(self, old_lens: np.ndarray, new_lens: np.ndarray, store_from: np.ndarray) -> list[int]:
-        """Rows that write into a block which others hold too. The last of several such rows keeps the block."""
+        """Rows that write into a block which others hold too. The last of several such rows keeps the block, unless
+        its content is to stay known."""
         writes = (old_lens % self.block_size != 0) & (new_lens > old_lens) & (store_from == old_lens)
         rows = np.flatnonzero(writes)
         blocks = self.block_ids[rows, old_lens[rows] // self.block_size]
-        shared = self._allocator.references(blocks) > 1
+        shared = self._allocator.must_be_copied(blocks)
         if not shared.any():
             return []
         copying, copied = [], dict.fromkeys(blocks.tolist(), 0)
         for row, block in zip(rows[shared].tolist(), blocks[shared].tolist(), strict=True):
-            if self._allocator.references(np.array(block)) - copied[block] > 1:
+            is_last_holder = self._allocator.references(np.array(block)) - copied[block] == 1
+            if not is_last_holder or self._allocator.is_retained(block):
                 copied[block] += 1
                 copying.append(row)
         return copying

@@ -40,6 +40,13 @@ def reset(layers: Sequence[Any]) -> None:
         layer.record_past = record_past
 
 
+def have_states(layers: Sequence[Any]) -> bool:
+    """Whether some layer holds recurrent states."""
+    return any(
+        isinstance(layer, LinearAttentionCacheLayerMixin) and any(layer.has_previous_state.values()) for layer in layers
+    )
+
+
 def _unpaged(layers: Sequence[Any]) -> Iterator[Any]:
     for layer in layers:
         if isinstance(layer, LinearAttentionCacheLayerMixin) or not isinstance(layer, PagedLayer):

@@ -22,8 +22,9 @@ from transformers.integrations import flex_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged_cache import ATTENTION_NAME, PagedCache
+from hf_paged_cache.lazy import LazyKV
 from tests.compat import CACHE_ARGUMENT, generate
-from tests.families import randomize
+from tests.families import FAMILIES, randomize
 
 Models = Callable[..., PreTrainedModel]
 Prompts = Callable[..., dict[str, Tensor]]
@@ -230,6 +231,19 @@ def test_gradients_of_queries_alone(llama: Models, prompts: Prompts, attention: 
     torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-4)
 
 
+def test_gradients_of_queries_through_several_passes(llama: Models, prompts: Prompts) -> None:
+    """A graph that held blocks would find them written to by the next pass."""
+    ids, results = prompts(12)["input_ids"], []
+    for name, kind in [("hf_paged", PagedCache), ("sdpa", DynamicCache)]:
+        model = copy.deepcopy(llama(name)).requires_grad_(False)
+        model.model.layers[-1].self_attn.q_proj.weight.requires_grad_(True)
+        cache = kind(config=model.config)
+        passes = [model(ids[:, at : at + 1], **{CACHE_ARGUMENT: cache}).logits for at in range(12)]
+        torch.cat(passes).square().mean().backward()
+        results.append(model.model.layers[-1].self_attn.q_proj.weight.grad)
+    torch.testing.assert_close(*results, rtol=1e-2, atol=1e-4)
+
+
 @ATTENTIONS
 def test_gradients_of_a_padded_batch(llama: Models, prompts: Prompts, attention: str) -> None:
     inputs = prompts(20, 7)
@@ -369,6 +383,16 @@ def test_the_implementation_may_change_in_the_middle_of_a_sequence(windowed: Mod
         ]
         expected = windowed(layer_types, "eager")(ids, use_cache=False).logits
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_an_encoder_decoder_is_switched_after_its_cache_was_made() -> None:
+    family = next(family for family in FAMILIES if family.name == "BART")
+    model = family.build("sdpa")
+    cache = PagedCache(model.config)
+    states = torch.randn(1, 4, 3, 8)
+    assert type(cache.update(states, states, 0)[0]) is Tensor
+    model.set_attn_implementation(ATTENTION_NAME)
+    assert isinstance(cache.update(states, states, 0)[0], LazyKV)
 
 
 def test_a_loaded_model_is_switched_to_it(llama: Models, prompts: Prompts) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from threading import Thread
 from typing import Any
@@ -12,8 +13,10 @@ from hf_paged_kernels import StepMetadata
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_paged_cache import InvalidArgumentError, OutOfBlocks, PagedCache, prefill
+from hf_paged_cache import CacheStateError, InvalidArgumentError, OutOfBlocks, PagedCache, prefill
+from hf_paged_cache.groups import LayerGroup
 from tests.compat import CACHE_ARGUMENT, generate
+from tests.families import FAMILIES, inputs
 
 Models = Callable[..., PreTrainedModel]
 Prompts = Callable[..., dict[str, Tensor]]
@@ -115,3 +118,78 @@ def test_a_pool_that_grows_while_another_fork_is_read(
     assert not waiting
     expected = logits(model, ids, None, use_cache=False)[:, 40:]
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_recurrent_states_that_are_ahead_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another fork took the last block after the room for this pass was checked."""
+    family = next(family for family in FAMILIES if family.name == "Jamba")
+    model, prompt = family.build("hf_paged"), inputs(family, [16])
+    cache = PagedCache(model.config, block_size=16, num_blocks=2)
+    prefill(model, cache, **inputs(family, [17]))
+    one, other = cache.fork(), cache.fork()
+    check_room = LayerGroup.check_room
+
+    def overtaken(self: LayerGroup, *arguments: Any, **options: Any) -> None:
+        check_room(self, *arguments, **options)
+        if self is one._groups[0]:
+            logits(model, prompt["input_ids"][:, :1], other)
+
+    monkeypatch.setattr(LayerGroup, "check_room", overtaken)
+    with pytest.raises(OutOfBlocks):
+        logits(model, prompt["input_ids"][:, :1], one)
+    for _ in range(2):
+        with pytest.raises(CacheStateError, match=r"recurrent states .* ahead"):
+            logits(model, prompt["input_ids"][:, :1], one)
+    monkeypatch.undo()
+    for it in (cache, one, other):
+        it.reset()
+    answer = generate(model, prompt, one, max_new_tokens=5, do_sample=False)
+    assert answer.equal(generate(model, prompt, None, max_new_tokens=5, do_sample=False))
+
+
+def test_an_interrupted_pass_is_not_cropped(windowed: Models, prompts: Prompts) -> None:
+    model, ids = windowed([SLIDING, FULL]), prompts(11)["input_ids"]
+    cache = PagedCache(model.config, block_size=16)
+    logits(model, ids[:, :10], cache)
+    handle = model.model.layers[1].register_forward_pre_hook(lambda *call: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        logits(model, ids[:, 10:], cache)
+    handle.remove()
+    with pytest.raises(CacheStateError, match=r"rollback\(\)"):
+        cache.crop(-1)
+    cache.rollback()
+    cache.crop(-1)
+    assert columns(cache) == [9, 9]
+
+
+def test_rollback_of_a_finished_pass_without_images_does_nothing() -> None:
+    family = next(family for family in FAMILIES if family.name == "Mllama")
+    model = family.build("hf_paged")
+    cache = PagedCache(model.config)
+    ids = torch.arange(20, 32)[None]
+    logits(model, ids, cache)
+    cache.rollback()
+    assert cache.get_seq_length() == 12
+
+
+def test_a_mask_of_another_batch_in_the_first_pass(llama: Models, prompts: Prompts) -> None:
+    model, prompt = llama("sdpa"), prompts(9, 5)
+    cache = PagedCache(model.config)
+    with pytest.raises(InvalidArgumentError, match="attention_mask has 4 rows, but the batch has 2"):
+        logits(model, prompt["input_ids"], cache, attention_mask=prompt["attention_mask"].repeat(2, 1))
+
+
+def test_rows_of_a_cache_that_was_cropped_to_nothing(llama: Models, prompts: Prompts) -> None:
+    cache = PagedCache(llama().config)
+    logits(llama(), prompts(5, 5)["input_ids"], cache)
+    cache.crop(-5)
+    with pytest.raises(InvalidArgumentError, match="expected indices from 0 to 1"):
+        cache.reorder_cache(torch.tensor([0, 7]))
+    with pytest.raises(InvalidArgumentError, match="a mask of 3 rows for a cache with 2"):
+        cache.batch_select_indices(torch.tensor([True, False, True]))
+
+
+def test_an_error_survives_pickling() -> None:
+    error = OutOfBlocks(needed=2, free=1, total=3, block_bytes=8, limit="num_blocks=3 allows no more")
+    copied = pickle.loads(pickle.dumps(error))
+    assert (str(copied), copied.needed, copied.total) == (str(error), 2, 3)

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from hf_paged_cache.blocks import BlockAllocator
 from hf_paged_cache.errors import OutOfBlocks
+from hf_paged_cache.tables import BlockTable
 from tests.small_tables import SIZE, blocks_of, make_table, mask, slots, state
 
 
@@ -211,3 +213,17 @@ class TestGeneration:
         change(table)
         assert table.generation != before
         assert fork.generation == 0
+
+
+def test_a_block_whose_content_is_known_is_copied_before_it_is_written() -> None:
+    """Whoever looks it up later has to find what it held, also if the only row that holds it goes on differently."""
+    allocator = BlockAllocator(8)
+    table = BlockTable(allocator, block_size=4)
+    table.extend(1, 6)
+    known = int(table.block_ids[0, 1])
+    allocator.retain([known])
+    table.crop(5)
+    _, copies = table.extend(1, 1)
+    assert copies == [(known, int(table.block_ids[0, 1]))]
+    assert table.block_ids[0, 1] != known
+    assert allocator.num_reusable == 1

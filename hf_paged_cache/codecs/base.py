@@ -40,7 +40,8 @@ class Geometry:
 
     def __str__(self) -> str:
         dims = str(self.key_dim) if self.key_dim == self.value_dim else f"{self.key_dim}/{self.value_dim}"
-        dtypes = str(self.key_dtype).removeprefix("torch.")
+        names = (str(dtype).removeprefix("torch.") for dtype in (self.key_dtype, self.value_dtype))
+        dtypes = "/".join(dict.fromkeys(names))
         return f"{self.num_kv_heads} KV heads of {dims}, {dtypes}, {self.device}"
 
 

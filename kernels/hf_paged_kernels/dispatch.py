@@ -122,13 +122,13 @@ def choose(device: torch.device, backend: Backend | None = None) -> Backend:
     """The implementation for tensors on `device`.
 
     Args:
-        backend: the one that is wanted. `None`: the one that the environment variable `HF_PAGED_KERNELS` names, or
-            Triton on CUDA and ROCm devices where it is installed, and plain PyTorch elsewhere.
+        backend: the one that is wanted. `None`: the one that the environment variable `HF_PAGED_KERNELS` names (it is
+            read once), or Triton on CUDA and ROCm devices where it is installed, and plain PyTorch elsewhere.
 
     Raises:
         ValueError: there is none of that name, or it does not run here.
     """
-    wanted = backend or os.environ.get(ENVIRONMENT) or None
+    wanted = backend or _named_by_environment()
     if wanted is not None and wanted not in get_args(Backend):
         names = ", ".join(map(repr, get_args(Backend)))
         raise ValueError(f"backend {wanted!r} (argument, or {ENVIRONMENT} in the environment): expected one of {names}")
@@ -141,6 +141,11 @@ def choose(device: torch.device, backend: Backend | None = None) -> Backend:
     if wanted is None and device.type == "cuda" and _has_triton():
         return "triton"
     return "reference"
+
+
+@cache
+def _named_by_environment() -> str | None:
+    return os.environ.get(ENVIRONMENT) or None
 
 
 @cache

@@ -88,11 +88,6 @@ class StepMetadata:
         return bool(self.past_lens.any())
 
     @cached_property
-    def is_uniform(self) -> bool:
-        """Whether all rows have the same number of tokens and no new column is padding."""
-        return bool((self.seq_lens == self.seq_lens[0]).all()) and int(self.seq_lens[0]) >= self.query_length
-
-    @cached_property
     def has_empty_queries(self) -> bool:
         """Whether some new column is leading padding, which attends to nothing."""
         return bool((self.seq_lens < self.query_length).any())

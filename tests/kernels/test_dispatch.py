@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,43 +16,56 @@ from hf_paged_cache import InvalidArgumentError, PagedCache
 from tests.compat import generate
 from tests.kernels.hostile import poisoned_blocks
 
+
+@pytest.fixture(autouse=True)
+def fresh_environment() -> Iterator[None]:
+    """The environment is read once a process; here for every question."""
+    yield
+    dispatch._named_by_environment.cache_clear()
+
+
+def choose(*arguments: Any) -> dispatch.Backend:
+    dispatch._named_by_environment.cache_clear()
+    return dispatch.choose(*arguments)
+
+
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def test_the_device_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.delenv(dispatch.ENVIRONMENT, raising=False)
-    assert dispatch.choose(CPU) == "reference"
-    assert dispatch.choose(GPU) == "triton"
-    assert dispatch.choose(GPU, "reference") == "reference"
+    assert choose(CPU) == "reference"
+    assert choose(GPU) == "triton"
+    assert choose(GPU, "reference") == "reference"
 
 
 def test_the_environment_decides_over_the_device_and_the_argument_over_both(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv(dispatch.ENVIRONMENT, "reference")
-    assert dispatch.choose(GPU) == "reference"
-    assert dispatch.choose(GPU, "triton") == "triton"
+    assert choose(GPU) == "reference"
+    assert choose(GPU, "triton") == "triton"
     monkeypatch.setenv(dispatch.ENVIRONMENT, "")
-    assert dispatch.choose(GPU) == "triton"
+    assert choose(GPU) == "triton"
 
 
 def test_without_triton_a_gpu_has_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
-    assert dispatch.choose(GPU) == "reference"
+    assert choose(GPU) == "reference"
     with pytest.raises(ValueError, match="pip install triton"):
-        dispatch.choose(GPU, "triton")
+        choose(GPU, "triton")
 
 
 def test_what_does_not_exist_or_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     with pytest.raises(ValueError, match=r"backend 'cuda' .*expected one of 'reference', 'triton'"):
-        dispatch.choose(GPU, "cuda")
+        choose(GPU, "cuda")
     monkeypatch.setenv(dispatch.ENVIRONMENT, "cutlass")
     with pytest.raises(ValueError, match=f"'cutlass' .*{dispatch.ENVIRONMENT}"):
-        dispatch.choose(CPU)
+        choose(CPU)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="tensors on a GPU, not on cpu"):
-        dispatch.choose(CPU, "triton")
+        choose(CPU, "triton")
 
 
 def test_a_cache_says_which_backends_there_are(llama) -> None:

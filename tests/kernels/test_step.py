@@ -38,25 +38,24 @@ def test_lengths_of_rows_and_columns():
     assert step.past_lens.tolist() == [5, 2]
     assert step.has_past
     assert not step.has_empty_queries
-    assert not step.is_uniform
 
 
 @pytest.mark.parametrize(
-    ("seq_lens", "past_lens", "has_past", "has_empty_queries", "is_uniform"),
+    ("seq_lens", "past_lens", "has_past", "has_empty_queries"),
     [
-        ([2, 2], [0, 0], False, False, True),
-        ([7, 7], [5, 5], True, False, True),
-        ([2, 1], [0, 0], False, True, False),
-        ([3, 0], [1, 0], True, True, False),
-        ([1, 1], [0, 0], False, True, False),
-        ([0, 0], [0, 0], False, True, False),
+        ([2, 2], [0, 0], False, False),
+        ([7, 7], [5, 5], True, False),
+        ([2, 1], [0, 0], False, True),
+        ([3, 0], [1, 0], True, True),
+        ([1, 1], [0, 0], False, True),
+        ([0, 0], [0, 0], False, True),
     ],
 )
-def test_rows_that_begin_within_the_step(seq_lens, past_lens, has_past, has_empty_queries, is_uniform):
+def test_rows_that_begin_within_the_step(seq_lens, past_lens, has_past, has_empty_queries):
     seq_lens = np.array(seq_lens, dtype=np.int32)
     step = make_step(seq_lens=seq_lens, padding=7 - seq_lens)
     assert step.past_lens.tolist() == past_lens
-    assert (step.has_past, step.has_empty_queries, step.is_uniform) == (has_past, has_empty_queries, is_uniform)
+    assert (step.has_past, step.has_empty_queries) == (has_past, has_empty_queries)
 
 
 def test_slots_of_tokens():
