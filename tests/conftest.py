@@ -25,10 +25,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the commands that tests run
 
-# Without a GPU the Triton kernels are interpreted, which has to be known before they are imported.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
 VOCABULARY = 128
 PAD = 0
 FIRST_WORD = 8

@@ -5,9 +5,11 @@ The interpreter takes its time by the operation, so the shapes here are few; `-m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hf_paged_kernels import KVBlocks, StepMetadata, paged_attention
@@ -23,7 +25,9 @@ from tests.kernels.cases import (
     Case,
     attend,
     check,
+    lay_out,
     matrix,
+    new_states,
     random_rows,
 )
 
@@ -112,3 +116,37 @@ def test_whole_matrix(lengths, query_length, window):
     """Every feature and both sources of the new tokens; heads, widths and block sizes take turns."""
     for case in matrix(lengths, query_length, window):
         check(case, attention=attention)
+
+
+@pytest.mark.parametrize("query_length", [1, 9])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_entries_of_the_table_behind_a_row_are_not_read(query_length, block_size):
+    case = Case(lengths=(40, 70), query_length=query_length, block_size=block_size, new_from_blocks=True)
+    rows = random_rows(case, torch.float32, torch.Generator().manual_seed(0))
+    query = torch.randn(2, 2, query_length, 16, generator=torch.Generator().manual_seed(1))
+    blocks, step = lay_out(case, rows, math.nan)
+    expected = attention(query, blocks, step, scale=0.3)
+    beyond = np.full((2, 3), 2**30, dtype=np.int32)
+    step.block_table = np.concatenate([step.block_table, beyond], axis=1)
+    step.block_table[0, -(-40 // block_size) :] = 2**30
+    step._memo.clear()
+    assert torch.equal(attention(query, blocks, step, scale=0.3), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("query_length", [1, 9])
+def test_offsets_beyond_32_bits(query_length):
+    """A pool whose second head begins behind 2**31 elements, of which hardly any is ever touched."""
+    case = Case(lengths=(40, 17), query_length=query_length, heads=(4, 2), block_size=64)
+    rows = random_rows(case, torch.float16, torch.Generator().manual_seed(0))
+    query = torch.randn(2, 4, query_length, 16, generator=torch.Generator().manual_seed(1)).half()
+    small, step = lay_out(case, rows, 0.0)
+    expected = attention(query, small, step, scale=0.3, new_kv=new_states(case, rows))
+    num_blocks = 2**31 // (64 * 16) + 8
+    wide = KVBlocks(*(torch.empty(2, num_blocks, 64, 16, dtype=torch.float16) for _ in range(2)))
+    shift = num_blocks - small.num_blocks
+    for plane, source in zip(wide.planes, small.planes, strict=True):
+        plane[:, shift:] = source
+    step.block_table = np.where(step.block_table > 0, step.block_table + shift, 0).astype(np.int32)
+    step._memo.clear()
+    assert torch.equal(attention(query, wide, step, scale=0.3, new_kv=new_states(case, rows)), expected)

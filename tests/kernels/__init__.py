@@ -1,0 +1,1 @@
+"""Tests of `kernels/hf_paged_kernels`."""
