@@ -66,10 +66,10 @@ class BlockAllocator:
         return self._references[block_ids]
 
     def must_be_copied(self, block_ids: np.ndarray) -> np.ndarray:
-        """Which of `block_ids` a row may not write to: others hold them, or know their content. Bool, same shape."""
+        """Which of `block_ids` `[n]` a row may not write to, bool `[n]`: others hold them, or know their content."""
         must = self.references(block_ids) > 1
         if self._retained:
-            must |= np.isin(block_ids, list(self._retained))
+            must |= np.array([block_id in self._retained for block_id in block_ids.tolist()], dtype=bool)
         return must
 
     def is_retained(self, block_id: int) -> bool:

@@ -24,7 +24,7 @@ from hf_paged_cache.groups import LayerGroup, unfinished_pass
 from hf_paged_cache.layers import PagedLayer
 from hf_paged_cache.lazy import as_dense
 from hf_paged_cache.padding import Announcement, check_mask, current_mask_request
-from hf_paged_cache.stats import CacheStats, format_bytes
+from hf_paged_cache.stats import CacheStats, collect, format_bytes
 from hf_paged_cache.tables import BlockTable
 
 
@@ -110,29 +110,7 @@ class PagedCache(DynamicCache):
     def stats(self) -> CacheStats:
         """What the cache holds now."""
         with self._budget.lock:
-            return self._stats()
-
-    def _stats(self) -> CacheStats:
-        pools = {id(group.pool): group.pool for group in self._groups}.values()
-        allocators = [pool.allocator for pool in pools]
-        block_size = self._factory.block_size
-        tail_waste = sum(group.table.wasted_slots * group.pool.block_bytes // block_size for group in self._groups)
-        lead = self._lead_table()
-        return CacheStats(
-            rows=lead.num_rows if lead else 0,
-            tokens=lead.num_columns if lead else 0,
-            block_size=block_size,
-            blocks_total=sum(allocator.num_blocks - 1 for allocator in allocators),
-            blocks_used=sum(allocator.num_referenced for allocator in allocators),
-            blocks_free=sum(allocator.num_free for allocator in allocators),
-            blocks_reusable=sum(allocator.num_reusable for allocator in allocators),
-            bytes_allocated=sum(pool.num_bytes for pool in pools),
-            bytes_used=sum(pool.allocator.num_referenced * pool.block_bytes for pool in pools),
-            bytes_peak=self._budget.peak,
-            tail_waste_bytes=tail_waste,
-            copies=sum(pool.copies for pool in pools),
-            evictions=sum(allocator.evictions for allocator in allocators),
-        )
+            return collect(self._groups, self._lead_table(), self._factory.block_size, self._budget)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -163,9 +141,8 @@ class PagedCache(DynamicCache):
         if not isinstance(layer, PagedLayer):
             return layer.update(key_states, value_states, *args, **kwargs)
         self._check_states()
-        if layer_idx <= self._last_layer_idx:
-            self._pass_number += 1
         if layer_idx <= self._last_layer_idx or self._last_layer_idx < 0:
+            self._pass_number += 1
             self._hands_out_blocks = self._may_read_blocks()
         self._last_layer_idx = layer_idx
         num_new = key_states.shape[-2]
@@ -257,9 +234,7 @@ class PagedCache(DynamicCache):
             raise CropError(
                 f"crop({tokens_to_remove}): expected minus the number of tokens to remove, crop(-{tokens_to_remove})"
             )
-        unfinished = self._unfinished_layers()
-        if unfinished:
-            raise unfinished_pass(unfinished, self._lead_table().num_columns)
+        self._check_finished()
         kept = [max(group.table.num_columns + tokens_to_remove, 0) for group in self._groups]
         for group, num_columns in zip(self._groups, kept, strict=True):
             window = group.table.window
@@ -315,6 +290,11 @@ class PagedCache(DynamicCache):
         """Rows that the tables have, also when all of their columns were cropped; 0 for none."""
         return max((group.table.num_rows for group in self._groups), default=0)
 
+    def _check_finished(self) -> None:
+        unfinished = self._unfinished_layers()
+        if unfinished:
+            raise unfinished_pass(unfinished, self._lead_table().num_columns)
+
     def _check_states(self) -> None:
         if self._states_are_ahead:
             raise CacheStateError(
@@ -330,9 +310,7 @@ class PagedCache(DynamicCache):
                 "Pass the ids of the whole sequence, or the new ones with the attention_mask of the whole sequence"
             )
         self._check_states()
-        unfinished = self._unfinished_layers()
-        if unfinished:
-            raise unfinished_pass(unfinished, self._lead_table().num_columns)
+        self._check_finished()
         config_groups = self._groups[: self._num_config_groups]
         for group in config_groups:
             check_mask(attention_mask, group.table, num_new)
@@ -401,7 +379,6 @@ class PagedCache(DynamicCache):
         self._end_pass()
 
     def _end_pass(self) -> None:
-        self._pass_number += 1
         self._last_layer_idx = -1
         self._announced: Announcement | None = None
 

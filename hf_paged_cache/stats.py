@@ -1,6 +1,11 @@
 """What a cache holds, in numbers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from hf_paged_cache.budget import MemoryBudget
+from hf_paged_cache.groups import LayerGroup
+from hf_paged_cache.tables import BlockTable
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,27 @@ class CacheStats:
     tail_waste_bytes: int
     copies: int
     evictions: int
+
+
+def collect(groups: Sequence[LayerGroup], lead: BlockTable | None, block_size: int, budget: MemoryBudget) -> CacheStats:
+    """The numbers of a cache with these groups, whose rows and columns are those of the table `lead`."""
+    pools = {id(group.pool): group.pool for group in groups}.values()
+    allocators = [pool.allocator for pool in pools]
+    return CacheStats(
+        rows=lead.num_rows if lead else 0,
+        tokens=lead.num_columns if lead else 0,
+        block_size=block_size,
+        blocks_total=sum(allocator.num_blocks - 1 for allocator in allocators),
+        blocks_used=sum(allocator.num_referenced for allocator in allocators),
+        blocks_free=sum(allocator.num_free for allocator in allocators),
+        blocks_reusable=sum(allocator.num_reusable for allocator in allocators),
+        bytes_allocated=sum(pool.num_bytes for pool in pools),
+        bytes_used=sum(pool.allocator.num_referenced * pool.block_bytes for pool in pools),
+        bytes_peak=budget.peak,
+        tail_waste_bytes=sum(group.table.wasted_slots * group.pool.block_bytes // block_size for group in groups),
+        copies=sum(pool.copies for pool in pools),
+        evictions=sum(allocator.evictions for allocator in allocators),
+    )
 
 
 def format_bytes(num_bytes: int) -> str:

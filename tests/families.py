@@ -115,6 +115,10 @@ class Family:
         return model.eval()
 
 
+def family_called(name: str) -> Family:
+    return next(family for family in FAMILIES if family.name == name)
+
+
 def randomize(model: nn.Module) -> None:
     """Weights so large that attention is sharp and any token of the context can change the next one."""
     generator = torch.Generator().manual_seed(1)

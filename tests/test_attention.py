@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_paged_cache import ATTENTION_NAME, PagedCache
 from hf_paged_cache.lazy import LazyKV
 from tests.compat import CACHE_ARGUMENT, generate
-from tests.families import FAMILIES, randomize
+from tests.families import family_called, randomize
 
 Models = Callable[..., PreTrainedModel]
 Prompts = Callable[..., dict[str, Tensor]]
@@ -386,8 +386,7 @@ def test_the_implementation_may_change_in_the_middle_of_a_sequence(windowed: Mod
 
 
 def test_an_encoder_decoder_is_switched_after_its_cache_was_made() -> None:
-    family = next(family for family in FAMILIES if family.name == "BART")
-    model = family.build("sdpa")
+    model = family_called("BART").build("sdpa")
     cache = PagedCache(model.config)
     states = torch.randn(1, 4, 3, 8)
     assert type(cache.update(states, states, 0)[0]) is Tensor

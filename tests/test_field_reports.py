@@ -24,7 +24,8 @@ from transformers import (
 
 from hf_paged_cache import InvalidArgumentError, OutOfBlocks, PagedCache, prefill
 from tests.compat import CACHE_ARGUMENT, generate
-from tests.families import FAMILIES, Family, inputs, randomize
+from tests.families import family_called as family
+from tests.families import inputs, randomize
 from tests.family_configs import FIRST_WORD, IMAGE, PAD, VOCABULARY
 
 Models = Callable[..., PreTrainedModel]
@@ -32,10 +33,6 @@ Prompts = Callable[..., dict[str, Tensor]]
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 ATTENTIONS = pytest.mark.parametrize("attention", ["eager", "sdpa", "hf_paged"])
-
-
-def family(name: str) -> Family:
-    return next(family for family in FAMILIES if family.name == name)
 
 
 def new_cache(model: PreTrainedModel, **options: Any) -> PagedCache:

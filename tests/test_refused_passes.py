@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_paged_cache import CacheStateError, InvalidArgumentError, OutOfBlocks, PagedCache, prefill
 from hf_paged_cache.groups import LayerGroup
 from tests.compat import CACHE_ARGUMENT, generate
-from tests.families import FAMILIES, inputs
+from tests.families import family_called, inputs
 
 Models = Callable[..., PreTrainedModel]
 Prompts = Callable[..., dict[str, Tensor]]
@@ -122,7 +122,7 @@ def test_a_pool_that_grows_while_another_fork_is_read(
 
 def test_recurrent_states_that_are_ahead_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another fork took the last block after the room for this pass was checked."""
-    family = next(family for family in FAMILIES if family.name == "Jamba")
+    family = family_called("Jamba")
     model, prompt = family.build("hf_paged"), inputs(family, [16])
     cache = PagedCache(model.config, block_size=16, num_blocks=2)
     prefill(model, cache, **inputs(family, [17]))
@@ -163,7 +163,7 @@ def test_an_interrupted_pass_is_not_cropped(windowed: Models, prompts: Prompts) 
 
 
 def test_rollback_of_a_finished_pass_without_images_does_nothing() -> None:
-    family = next(family for family in FAMILIES if family.name == "Mllama")
+    family = family_called("Mllama")
     model = family.build("hf_paged")
     cache = PagedCache(model.config)
     ids = torch.arange(20, 32)[None]

@@ -60,7 +60,6 @@ def paged_attention(
         sees nothing.
     """
     options = {
-        "scale": scale,
         "window": window,
         "softcap": softcap,
         "sinks": sinks,
@@ -68,15 +67,13 @@ def paged_attention(
         "key_mask": key_mask,
         "return_lse": return_lse,
     }
-    is_prefill = reference.is_plain_prefill(step, window=window, new_kv=new_kv, key_mask=key_mask)
-    needs_scores = softcap is not None or sinks is not None or return_lse
-    if choose(query.device, backend) == "triton" and (needs_scores or not is_prefill):
+    if choose(query.device, backend) == "triton" and not reference.is_plain_prefill(step, **options):
         kernels = _triton()
         reason = kernels.unsupported_reason(query, blocks)
         if reason is None:
-            return kernels.paged_attention(query, blocks, step, **options)
+            return kernels.paged_attention(query, blocks, step, scale=scale, **options)
         _warn_once(f"The Triton kernels do not take {reason}: plain PyTorch attends instead, which is slower.")
-    return reference.paged_attention(query, blocks, step, **options)
+    return reference.paged_attention(query, blocks, step, scale=scale, **options)
 
 
 def write_kv(

@@ -29,11 +29,11 @@ def paged_attention(
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """As `hf_paged_kernels.dispatch.paged_attention`, whose contract this defines."""
-    needs_scores = softcap is not None or sinks is not None or return_lse
+    needs_scores = _needs_scores(softcap, sinks, return_lse)
     if step.max_seq_len == 0:
         out = query.new_zeros(*query.shape[:3], blocks.value.shape[-1])
         return (out, _lse_of_nothing(query, sinks)) if return_lse else out
-    if is_plain_prefill(step, window=window, new_kv=new_kv, key_mask=key_mask) and not needs_scores:
+    if not needs_scores and _sees_only_fresh_tokens(step, window, new_kv, key_mask):
         return _causal_attention(query, *new_kv, step, scale)
     key, value, visible = _visible_tokens(blocks, step, window, new_kv, key_mask)
     if needs_scores:
@@ -49,10 +49,26 @@ def is_plain_prefill(
     step: StepMetadata,
     *,
     window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    new_kv: tuple[torch.Tensor, torch.Tensor] | None,
+    key_mask: torch.Tensor | None,
+    return_lse: bool,
+) -> bool:
+    """Whether a call is causal attention among fresh tokens, for which PyTorch has kernels of its own."""
+    return not _needs_scores(softcap, sinks, return_lse) and _sees_only_fresh_tokens(step, window, new_kv, key_mask)
+
+
+def _needs_scores(softcap: float | None, sinks: torch.Tensor | None, return_lse: bool) -> bool:
+    return softcap is not None or sinks is not None or return_lse
+
+
+def _sees_only_fresh_tokens(
+    step: StepMetadata,
+    window: int | None,
     new_kv: tuple[torch.Tensor, torch.Tensor] | None,
     key_mask: torch.Tensor | None,
 ) -> bool:
-    """Whether a call is causal attention among fresh tokens, for which PyTorch has kernels of its own."""
     within_window = window is None or step.query_length <= window
     return new_kv is not None and not step.has_past and key_mask is None and within_window
 

@@ -1,6 +1,6 @@
 """What is the same for every layer of a group in one forward pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -156,12 +156,13 @@ class StepMetadata:
         return self.memo(key, lambda: TokenIndex.from_slots(slots(), blocks))
 
     def _upload(self, device: torch.device) -> DeviceStep:
-        parts = (self.block_table, self.seq_lens, self.slots)
-        packed = torch.from_numpy(np.concatenate([part.reshape(-1) for part in parts], dtype=np.int32))
-        if device.type == "cuda":
-            packed = packed.pin_memory()
-        packed = packed.to(device, non_blocking=True)
-        views = [
-            view.view(part.shape) for view, part in zip(packed.split([part.size for part in parts]), parts, strict=True)
-        ]
-        return DeviceStep(*views)
+        return DeviceStep(*upload((self.block_table, self.seq_lens, self.slots), device))
+
+
+def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Integer arrays on `device`, in the dtype of the first, by a single copy that the host does not wait for."""
+    packed = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays], dtype=arrays[0].dtype))
+    if device.type == "cuda":
+        packed = packed.pin_memory()
+    views = packed.to(device, non_blocking=True).split([array.size for array in arrays])
+    return [view.view(array.shape) for view, array in zip(views, arrays, strict=True)]

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_paged_kernels.step import StepMetadata
+from hf_paged_kernels.step import StepMetadata, upload
 from hf_paged_kernels.triton_kernels.attend import load_query, store_rows
 from hf_paged_kernels.triton_kernels.softmax import finished
 from hf_paged_kernels.triton_kernels.tiles import attend_tiles, nothing_seen
@@ -42,14 +42,9 @@ class SharedRuns:
     tile_lengths: np.ndarray
     first_tokens: np.ndarray
 
-    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def on(self, device: torch.device) -> list[torch.Tensor]:
         """The three on `device`, by one upload."""
-        parts = (self.tile_rows, self.tile_lengths, self.first_tokens)
-        packed = torch.from_numpy(np.concatenate([part.reshape(-1) for part in parts]))
-        if device.type == "cuda":
-            packed = packed.pin_memory()
-        packed = packed.to(device, non_blocking=True).split([part.size for part in parts])
-        return tuple(tensor.view(part.shape) for tensor, part in zip(packed, parts, strict=True))
+        return upload((self.tile_rows, self.tile_lengths, self.first_tokens), device)
 
 
 def find_shared_runs(

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from hf_paged_kernels.layout import KVBlocks
-from hf_paged_kernels.step import StepMetadata
+from hf_paged_kernels.step import StepMetadata, upload
 from hf_paged_kernels.triton_kernels.device import device_guard, with_dense_dims
 
 # Values that a program of the write kernel moves, and 8-byte words that one of the copy kernel does.
@@ -122,13 +122,9 @@ def copy_blocks(layers: Sequence[KVBlocks], pairs: Sequence[tuple[int, int]]) ->
     """As `hf_paged_kernels.copy_blocks`, for layers on one device: one upload and one launch for all of them."""
     device = layers[0].key.device
     runs = np.concatenate([head_runs(plane) for blocks in layers for plane in blocks.planes])
-    packed = torch.from_numpy(np.concatenate([runs.reshape(-1), np.array(pairs, dtype=np.int64).reshape(-1)]))
-    if device.type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
+    runs_there, pairs_there = upload((runs, np.array(pairs, dtype=np.int64)), device)
     with device_guard(device):
-        copy_kernel[(len(runs), len(pairs))](
-            packed[: runs.size], packed[runs.size :], WORDS=WORDS_PER_PROGRAM, num_warps=4
-        )
+        copy_kernel[(len(runs), len(pairs))](runs_there, pairs_there, WORDS=WORDS_PER_PROGRAM, num_warps=4)
 
 
 def head_runs(plane: torch.Tensor) -> np.ndarray:
