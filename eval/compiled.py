@@ -7,7 +7,6 @@ kernel is compiled for the arguments it was launched with, and not run.
 import re
 import subprocess
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,7 +112,10 @@ def _examine_nvidia(name: str, target: str, kernel: Any) -> Compiled:
     code = [(int(address, 16), operation, operands) for address, operation, operands in instructions]
     labels = dict(re.findall(r"^(\.L_x_\d+):\n(?:\s*//.*\n)*\s+/\*([0-9a-f]{4,})\*/", sass, re.M))
     threads = kernel.metadata.num_warps * 32
-    loads = Counter(_width(operation) for _, operation, _ in code if _is_load(operation))
+    loads: dict[int, int] = {}
+    for _, operation, _ in code:
+        if _is_load(operation):
+            loads[_width(operation)] = loads.get(_width(operation), 0) + 1
     body = _main_loop(code, {label: int(address, 16) for label, address in labels.items()})
     return Compiled(
         kernel=name,
@@ -129,11 +131,11 @@ def _examine_nvidia(name: str, target: str, kernel: Any) -> Compiled:
 
 def _examine_amd(name: str, target: str, kernel: Any) -> Compiled:
     assembly = kernel.asm["amdgcn"]
-    loads: Counter[int] = Counter()
+    loads: dict[int, int] = {}
     for words in re.findall(r"^\s+(?:global|buffer)_load_(\w+)", assembly, re.M):
         digits = re.search(r"x(\d)$", words)
         width = 32 * int(digits[1]) if digits else 8 if "byte" in words else 16 if "short" in words else 32
-        loads[width] += 1
+        loads[width] = loads.get(width, 0) + 1
     return Compiled(
         kernel=name,
         target=target,
