@@ -19,8 +19,8 @@ import torch
 import triton
 from compiled import SHARED_LIMIT, TARGETS, Compiled, compiling_for
 from hf_paged_kernels import KVBlocks, StepMetadata
-from hf_paged_kernels.triton_kernels import attention, copy_blocks, write_kv
-from hf_paged_kernels.triton_kernels.launch import LAUNCHES, Launch
+from hf_paged_kernels.triton_kernels import attention, block_mass, copy_blocks, write_kv
+from hf_paged_kernels.triton_kernels.launch import LAUNCHES, Launch, select
 
 BLOCK_SIZE = 64
 HEADS = (8, 2)
@@ -62,7 +62,7 @@ def launches_of(target: str) -> list[Launch]:
     rows = []
     for launch in LAUNCHES:
         is_own = launch.arch == target
-        selected = attention.select(target, launch.phase, launch.max_dim, launch.bits) is launch
+        selected = select(target, launch.phase, launch.max_dim, launch.bits) is launch
         if is_own or (launch.arch == "any" and selected):
             rows.append(launch)
     return rows
@@ -107,7 +107,7 @@ def attend(target: str, launch: Launch, *, has_features: bool) -> list[Row]:
             scale=dim**-0.5,
             new_kv=(fresh, fresh) if launch.phase == "extend" else None,
             num_splits=2 if launch.phase == "decode" else 1,
-            arch=target,
+            launch=launch,
             **features,
         )
     name = f"{launch.phase} {dim}, {launch.bits} bits" + (", all features" if has_features else "")
@@ -123,14 +123,25 @@ def attend(target: str, launch: Launch, *, has_features: bool) -> list[Row]:
 def attend_shared(target: str) -> list[Row]:
     """The kernels of eight beams that share their prompt."""
     query, blocks = states(HEADS[0], 1, 128, torch.bfloat16, batch=8), blocks_of(128, torch.bfloat16)
+    launch = select(target, "decode", 128, 16)
     with compiling_for(target) as compiled:
-        attention.paged_attention(query, blocks, step(1, 4096, batch=8), scale=0.1, arch=target)
-    launch = attention.select(target, "decode", 128, 16)
+        attention.paged_attention(query, blocks, step(1, 4096, batch=8), scale=0.1, launch=launch)
     rows = []
     for kernel in compiled:
         is_shared = kernel.kernel == "attend_shared_kernel"
         ratio = kernel.loop_bytes / launch.tile / 512 if is_shared and kernel.loop_bytes else None
         rows.append(Row("8 beams, decode 128, 16 bits", launch if is_shared else None, kernel, ratio))
+    return rows
+
+
+def weigh(target: str) -> list[Row]:
+    """The kernel that sums attention by block."""
+    rows = []
+    for dtype in DTYPES.values():
+        query = states(HEADS[0], 1, 128, dtype)
+        with compiling_for(target) as compiled:
+            block_mass(query, blocks_of(128, dtype), step(1), torch.zeros(1, HEADS[0], 1), scale=0.1)
+        rows += [Row(f"block mass 128, {dtype.itemsize * 8} bits", None, kernel, None) for kernel in compiled]
     return rows
 
 
@@ -156,6 +167,7 @@ def report(target: str, *, is_quick: bool) -> Iterator[Row]:
         if launch.max_dim == 128 and not is_quick:
             yield from attend(target, launch, has_features=True)
     yield from attend_shared(target)
+    yield from weigh(target)
     yield from move(target)
 
 

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
-from hf_paged_kernels import reference, write
+from hf_paged_kernels import mass, reference, write
 from hf_paged_kernels.layout import KVBlocks
 from hf_paged_kernels.step import StepMetadata
 
@@ -67,13 +67,45 @@ def paged_attention(
         "key_mask": key_mask,
         "return_lse": return_lse,
     }
-    if choose(query.device, backend) == "triton" and not reference.is_plain_prefill(step, **options):
-        kernels = _triton()
-        reason = kernels.unsupported_reason(query, blocks)
-        if reason is None:
-            return kernels.paged_attention(query, blocks, step, scale=scale, **options)
-        _warn_once(f"The Triton kernels do not take {reason}: plain PyTorch attends instead, which is slower.")
-    return reference.paged_attention(query, blocks, step, scale=scale, **options)
+    kernels = None if reference.is_plain_prefill(step, **options) else _implementation(query, blocks, backend)
+    return (kernels or reference).paged_attention(query, blocks, step, scale=scale, **options)
+
+
+def block_mass(
+    query: torch.Tensor,
+    blocks: KVBlocks,
+    step: StepMetadata,
+    lse: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    key_mask: torch.Tensor | None = None,
+    backend: Backend | None = None,
+) -> torch.Tensor:
+    """How much of the attention of a step each block gets, which tells blocks that matter from blocks that do not.
+
+    A pass of its own over the keys, after `paged_attention` with `return_lse`; attention pays nothing for it.
+
+    Args:
+        query, blocks, step, scale, window, softcap, key_mask: as `paged_attention` had them.
+        lse: the log-sum-exp that it returned, `[batch, num_heads, query_length]`.
+        backend: as in `choose`.
+
+    Returns:
+        float32 (float64 for a float64 query) `[batch, num_kv_heads, max_blocks]`: the attention weights of a block's
+        tokens, summed over the queries and over the heads that share the KV head. 0 where a row has no block. A row's
+        blocks sum to its queries times the heads of a group, less what sinks take.
+
+    Raises:
+        ValueError: some new tokens are not in the blocks, so that the sum would miss them.
+    """
+    if not step.new_tokens_stored:
+        raise ValueError(
+            "block_mass needs all new tokens in the blocks; a window left some out: ask for steps shorter than it"
+        )
+    options = {"scale": scale, "window": window, "softcap": softcap, "key_mask": key_mask}
+    return (_implementation(query, blocks, backend) or mass).block_mass(query, blocks, step, lse, **options)
 
 
 def write_kv(
@@ -138,6 +170,18 @@ def choose(device: torch.device, backend: Backend | None = None) -> Backend:
     if wanted is None and device.type == "cuda" and _has_triton():
         return "triton"
     return "reference"
+
+
+def _implementation(query: torch.Tensor, blocks: KVBlocks, backend: Backend | None) -> ModuleType | None:
+    """The kernels that attend; `None` for plain PyTorch."""
+    if choose(query.device, backend) != "triton":
+        return None
+    kernels = _triton()
+    reason = kernels.unsupported_reason(query, blocks)
+    if reason is not None:
+        _warn_once(f"The Triton kernels do not take {reason}: plain PyTorch attends instead, which is slower.")
+        return None
+    return kernels
 
 
 @cache

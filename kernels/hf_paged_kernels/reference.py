@@ -100,7 +100,7 @@ def dense_attention(
         Output `[batch, num_heads, query_length, value_dim]` and weights
         `[batch, num_heads, query_length, kv_length]`, both in the dtype of `query`.
     """
-    scores = _scores(query, key, scale, softcap)
+    scores = attention_scores(query, key, scale, softcap)
     if bias is not None:
         scores = scores + bias
     if visible is not None:
@@ -230,7 +230,7 @@ def _attention_by_scores(
     outs, lses = [], []
     for start in range(0, query_length, tile):
         rows = slice(start, start + tile)
-        scores = _scores(query[:, :, rows], key, scale, softcap)
+        scores = attention_scores(query[:, :, rows], key, scale, softcap)
         if visible is not None:
             scores = scores.masked_fill(~visible[:, None, rows], -torch.inf)
         weights, lse = _softmax(scores, sinks)
@@ -239,7 +239,7 @@ def _attention_by_scores(
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+def attention_scores(query: torch.Tensor, key: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
     """`[batch, num_heads, query_length, kv_length]` in float32, in float64 for a float64 query."""
     batch, num_heads, query_length, dim = query.shape
     work = _work_dtype(query)

@@ -15,25 +15,9 @@ Splits divide what the program sees, not the sequence, so that a window over a l
 import triton
 import triton.language as tl
 
-from hf_paged_kernels.triton_kernels.softmax import finished, with_sink
+from hf_paged_kernels.triton_kernels.rows import load_query, store_results
+from hf_paged_kernels.triton_kernels.softmax import with_sink
 from hf_paged_kernels.triton_kernels.tiles import attend_tiles, nothing_seen
-
-
-@triton.jit
-def load_query(ptr, strides, batch, heads, tokens, present, BEGIN: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr):
-    """The dims `BEGIN .. BEGIN + SIZE - 1` of the query of each row, `[rows, SIZE]`; 0 for rows that are not there."""
-    dims = BEGIN + tl.arange(0, SIZE)
-    rows = batch * strides[0] + heads * strides[1] + tokens * strides[2]
-    pointers = ptr + rows[:, None] + dims[None, :]
-    return tl.load(pointers, mask=present[:, None] & (dims < DIM)[None, :], other=0.0)
-
-
-@triton.jit
-def store_rows(ptr, offsets, values, present, BEGIN: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr):
-    """Stores `[rows, SIZE]` as the dims `BEGIN .. BEGIN + SIZE - 1` of the rows at `offsets`."""
-    dims = BEGIN + tl.arange(0, SIZE)
-    pointers = ptr + offsets[:, None] + dims[None, :]
-    tl.store(pointers, values.to(ptr.dtype.element_ty), mask=present[:, None] & (dims < DIM)[None, :])
 
 
 @triton.jit(do_not_specialize=["table_width", "mask_width", "query_length", "split_length", "num_splits", "all_splits"])
@@ -112,10 +96,9 @@ def attend_kernel(
     end = tl.minimum(begin + split_length, last)
 
     wide_batch = batch.to(tl.int64)
-    q = load_query(query_ptr, query_strides, wide_batch, head, query, present, 0, KEY_MAIN, KEY_DIM)
-    q_rest = q
-    if KEY_REST > 0:
-        q_rest = load_query(query_ptr, query_strides, wide_batch, head, query, present, KEY_MAIN, KEY_REST, KEY_DIM)
+    q, q_rest = load_query(
+        query_ptr, query_strides, wide_batch, head, query, present, KEY_DIM, KEY_MAIN, KEY_REST
+    )  # fmt: skip
     state = nothing_seen(ROWS, VALUE_MAIN, VALUE_REST)
 
     head_slots = kv_head.to(tl.int64) * num_slots
@@ -178,20 +161,14 @@ def attend_kernel(
             SHAPE, 0, TILE, WINDOW, SOFTCAP, HAS_KEY_MASK, True, PRECISION,
         )  # fmt: skip
 
-    maximum, total, acc, acc_rest = state
     if sinks_ptr is not None and not IS_PARTIAL:
-        sink = tl.load(sinks_ptr + head, mask=present, other=0.0).to(tl.float32) * 1.4426950408889634
-        factor, maximum, total = with_sink(sink, maximum, total)
+        maximum, total, acc, acc_rest = state
+        factor, maximum, total = with_sink(tl.load(sinks_ptr + head, mask=present, other=0.0), maximum, total)
         acc = acc * factor[:, None]
         if VALUE_REST > 0:
             acc_rest = acc_rest * factor[:, None]
-    normaliser, lse = finished(maximum, total)
+        state = maximum, total, acc, acc_rest
     index = (wide_batch * query_length + query) * (tl.num_programs(1) * GROUP) + head
     if IS_PARTIAL:
         index = index * all_splits + (all_splits - num_splits) + split
-    target = index * VALUE_DIM
-    store_rows(out_ptr, target, acc * normaliser[:, None], present, 0, VALUE_MAIN, VALUE_DIM)
-    if VALUE_REST > 0:
-        store_rows(out_ptr, target, acc_rest * normaliser[:, None], present, VALUE_MAIN, VALUE_REST, VALUE_DIM)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + index, lse, mask=present)
+    store_results(out_ptr, lse_ptr, index, state, present, VALUE_DIM, VALUE_MAIN, VALUE_REST)

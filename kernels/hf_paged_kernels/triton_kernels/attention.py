@@ -1,5 +1,7 @@
 """`paged_attention` by the Triton kernels, with the contract of the reference."""
 
+import math
+
 import numpy as np
 import torch
 import triton
@@ -11,9 +13,9 @@ from hf_paged_kernels.triton_kernels.device import architecture, device_guard, p
 from hf_paged_kernels.triton_kernels.launch import MAX_DIM, Launch, select
 from hf_paged_kernels.triton_kernels.merge import merge_kernel
 from hf_paged_kernels.triton_kernels.shared import SharedRuns, attend_shared_kernel, find_shared_runs
+from hf_paged_kernels.triton_kernels.softmax import parts, score_factor
 
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
+LN_2 = math.log(2)
 MAX_DECODE_QUERIES = 8
 MAX_SPLITS = 64
 # A split shorter than this spends more on its start and its merge than on its keys.
@@ -46,15 +48,15 @@ def paged_attention(
     key_mask: torch.Tensor | None = None,
     return_lse: bool = False,
     num_splits: int | None = None,
-    arch: str | None = None,
+    launch: Launch | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """As `hf_paged_kernels.reference.paged_attention`, in float32 sums.
 
     Args:
         num_splits: programs that share the keys of a row; `None` for as many as fill the card.
-        arch: the card to choose launches for; `None` for the one that the tensors are on.
+        launch: tiles, warps and stages; `None` for what the table has for this card.
     """
-    call = _Call(query, blocks, step, scale, window, softcap, arch)
+    call = _Call(query, blocks, step, scale, window, softcap, launch)
     is_decode = step.query_length <= MAX_DECODE_QUERIES
     shared = None
     if is_decode and window is None and key_mask is None and num_splits is None and call.sequences > 1:
@@ -80,7 +82,7 @@ class _Call:
         scale: float,
         window: int | None,
         softcap: float | None,
-        arch: str | None,
+        launch: Launch | None,
     ) -> None:
         self.query = with_dense_dims(query)
         self.blocks, self.step, self.window = blocks, step, window
@@ -90,13 +92,13 @@ class _Call:
         self.group = self.num_heads // blocks.num_kv_heads
         phase = "decode" if self.query_length <= MAX_DECODE_QUERIES else "extend"
         width = max(key_dim, self.value_dim)
-        self.launch = select(arch or architecture(self.device), phase, width, query.element_size() * 8)
+        self.launch = launch or select(architecture(self.device), phase, width, query.element_size() * 8)
         self.rows = _rows(self.launch, phase, self.group, self.query_length)
         self.query_tiles = triton.cdiv(self.query_length, self.rows // self.group)
         self.programs = self.batch * blocks.num_kv_heads * self.query_tiles
         # Sequences whose queries fit in one program together.
         self.sequences = self.launch.rows // (self.group * self.query_length)
-        self.scale_log2 = scale * LOG2_E if softcap is None else 2 * scale / softcap * LOG2_E
+        self.scale_log2 = score_factor(scale, softcap)
         self.constants = {
             "SHAPE": (key_dim, *parts(key_dim), self.value_dim, *parts(self.value_dim)),
             "GROUP": self.group,
@@ -282,16 +284,6 @@ class _Call:
                 WIDTH=triton.next_power_of_2(self.value_dim),
                 num_warps=4,
             )
-
-
-def parts(dim: int) -> tuple[int, int]:
-    """A width as the two that kernels take: the largest power of two in it, and the rest, at least 16 if there is any.
-
-    A dot product needs 16 elements at least; what stands beyond the width is masked.
-    """
-    main = max(16, 1 << (dim.bit_length() - 1))
-    rest = dim - main
-    return (main, 0) if rest <= 0 else (main, max(16, triton.next_power_of_2(rest)))
 
 
 def _rows(launch: Launch, phase: str, group: int, query_length: int) -> int:

@@ -27,7 +27,7 @@ def merge_kernel(
     maximum = tl.max(lse, 0)
     total = 0.0
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + row % NUM_HEADS).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks_ptr + row % NUM_HEADS)
         _, maximum, total = with_sink(sink, maximum, total)
     safe_maximum = tl.where(maximum == -float("inf"), 0.0, maximum)
     weights = tl.exp2(lse - safe_maximum)

@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 
 from hf_paged_kernels.step import StepMetadata, upload
-from hf_paged_kernels.triton_kernels.attend import load_query, store_rows
-from hf_paged_kernels.triton_kernels.softmax import finished
+from hf_paged_kernels.triton_kernels.rows import load_query, store_results
 from hf_paged_kernels.triton_kernels.tiles import attend_tiles, nothing_seen
 
 # A second pass costs a launch, and partial results that are written and read again. It has to save as many tokens as
@@ -136,10 +135,7 @@ def attend_shared_kernel(
     begin = split * split_length
     end = tl.minimum(begin + split_length, length)
 
-    q = load_query(query_ptr, query_strides, batch, head, query, present, 0, KEY_MAIN, KEY_DIM)
-    q_rest = q
-    if KEY_REST > 0:
-        q_rest = load_query(query_ptr, query_strides, batch, head, query, present, KEY_MAIN, KEY_REST, KEY_DIM)
+    q, q_rest = load_query(query_ptr, query_strides, batch, head, query, present, KEY_DIM, KEY_MAIN, KEY_REST)
     state = nothing_seen(ROWS, VALUE_MAIN, VALUE_REST)
 
     head_slots = kv_head.to(tl.int64) * num_slots
@@ -159,11 +155,5 @@ def attend_shared_kernel(
         SHAPE, BLOCK_SIZE, TILE, 0, SOFTCAP, False, True, PRECISION,
     )  # fmt: skip
 
-    maximum, total, acc, acc_rest = state
-    normaliser, lse = finished(maximum, total)
     index = ((batch * query_length + query) * (tl.num_programs(1) * GROUP) + head) * all_splits + split
-    target = index * VALUE_DIM
-    store_rows(partial_ptr, target, acc * normaliser[:, None], present, 0, VALUE_MAIN, VALUE_DIM)
-    if VALUE_REST > 0:
-        store_rows(partial_ptr, target, acc_rest * normaliser[:, None], present, VALUE_MAIN, VALUE_REST, VALUE_DIM)
-    tl.store(partial_lse_ptr + index, lse, mask=present)
+    store_results(partial_ptr, partial_lse_ptr, index, state, present, VALUE_DIM, VALUE_MAIN, VALUE_REST)

@@ -6,20 +6,39 @@ the sum `acc` of the values weighted by the same. Scores are in units of log2, s
 softmax", and Dao et al., "FlashAttention".
 """
 
+import math
+
 import triton
 import triton.language as tl
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+def score_factor(scale: float, softcap: float | None) -> float:
+    """The factor that `scaled` takes, from the scale of the scores and their softcap."""
+    return (scale if softcap is None else 2 * scale / softcap) * LOG2_E.value
+
+
+def parts(dim: int) -> tuple[int, int]:
+    """A width as the two that kernels take: the largest power of two in it, and the rest, at least 16 if there is any.
+
+    A dot product needs 16 elements at least; what stands beyond the width is masked.
+    """
+    main = max(16, 1 << (dim.bit_length() - 1))
+    rest = dim - main
+    return (main, 0) if rest <= 0 else (main, max(16, triton.next_power_of_2(rest)))
 
 
 @triton.jit
 def scaled(scores, scale_log2, SOFTCAP: tl.constexpr):
     """Raw products as scores in units of log2.
 
-    `scale_log2` is the scale times log2(e); with a softcap it is 2 * scale / softcap * log2(e), because
+    `scale_log2` comes from `score_factor`: the scale times log2(e), with a softcap 2 * scale / softcap * log2(e).
     `softcap * tanh(x)` is computed as `softcap * (1 - 2 / (1 + exp(2 x)))`, which saturates instead of overflowing.
     """
     scores = scores * scale_log2
     if SOFTCAP > 0.0:
-        scores = (SOFTCAP * 1.4426950408889634) * (1.0 - 2.0 / (1.0 + tl.exp2(scores)))
+        scores = (SOFTCAP * LOG2_E) * (1.0 - 2.0 / (1.0 + tl.exp2(scores)))
     return scores
 
 
@@ -46,11 +65,12 @@ def updated(scores, maximum, total, MASKED: tl.constexpr):
 
 @triton.jit
 def with_sink(sink, maximum, total):
-    """Takes in one key that has the learned score `sink` (in units of log2) and no value.
+    """Takes in one key that has the learned score `sink`, a natural one, and no value.
 
     Returns:
         The factor for what was summed so far, and the new `maximum` and `total`.
     """
+    sink = sink.to(tl.float32) * LOG2_E
     new_maximum = tl.maximum(maximum, sink)
     factor = tl.exp2(maximum - new_maximum)
     return factor, new_maximum, total * factor + tl.exp2(sink - new_maximum)

@@ -46,50 +46,29 @@ def visible_keys(keys, queries, first, last, key_mask_ptr, WINDOW: tl.constexpr,
 
 
 @triton.jit
-def load_transposed(
+def load_states(
     ptr,
     offsets,
     stride,
     readable,
     MASKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     BEGIN: tl.constexpr,
     SIZE: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """The dims `BEGIN .. BEGIN + SIZE - 1` of a tile as `[SIZE, tile]`; 0 beyond `DIM` and for unreadable tokens."""
+    """The dims `BEGIN .. BEGIN + SIZE - 1` of a tile, `[tile, SIZE]` or transposed; 0 beyond `DIM` and for tokens that
+    are not `readable`."""
     dims = BEGIN + tl.arange(0, SIZE)
-    pointers = ptr + offsets[None, :] * stride + dims[:, None]
+    new_axis: tl.constexpr = 0 if TRANSPOSED else 1
+    pointers = ptr + tl.expand_dims(offsets, new_axis) * stride + tl.expand_dims(dims, 1 - new_axis)
+    inside = tl.expand_dims(dims < DIM, 1 - new_axis)
     if MASKED and BEGIN + SIZE > DIM:
-        states = tl.load(pointers, mask=readable[None, :] & (dims < DIM)[:, None], other=0.0)
+        states = tl.load(pointers, mask=tl.expand_dims(readable, new_axis) & inside, other=0.0)
     elif MASKED:
-        states = tl.load(pointers, mask=readable[None, :], other=0.0)
+        states = tl.load(pointers, mask=tl.expand_dims(readable, new_axis), other=0.0)
     elif BEGIN + SIZE > DIM:
-        states = tl.load(pointers, mask=(dims < DIM)[:, None], other=0.0)
-    else:
-        states = tl.load(pointers)
-    return states
-
-
-@triton.jit
-def load_rows(
-    ptr,
-    offsets,
-    stride,
-    readable,
-    MASKED: tl.constexpr,
-    BEGIN: tl.constexpr,
-    SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-):
-    """As `load_transposed`, `[tile, SIZE]`."""
-    dims = BEGIN + tl.arange(0, SIZE)
-    pointers = ptr + offsets[:, None] * stride + dims[None, :]
-    if MASKED and BEGIN + SIZE > DIM:
-        states = tl.load(pointers, mask=readable[:, None] & (dims < DIM)[None, :], other=0.0)
-    elif MASKED:
-        states = tl.load(pointers, mask=readable[:, None], other=0.0)
-    elif BEGIN + SIZE > DIM:
-        states = tl.load(pointers, mask=(dims < DIM)[None, :], other=0.0)
+        states = tl.load(pointers, mask=inside, other=0.0)
     else:
         states = tl.load(pointers)
     return states
@@ -153,22 +132,22 @@ def attend_tiles(
         tile_key_ptr = key_ptr + slot * key_stride
         tile_value_ptr = value_ptr + slot * value_stride
 
-        key = load_transposed(tile_key_ptr, offsets, key_stride, readable, MASKED, 0, KEY_MAIN, KEY_DIM)
+        key = load_states(tile_key_ptr, offsets, key_stride, readable, MASKED, True, 0, KEY_MAIN, KEY_DIM)
         products = tl.dot(query, key, input_precision=PRECISION)
         if KEY_REST > 0:
-            key = load_transposed(tile_key_ptr, offsets, key_stride, readable, MASKED, KEY_MAIN, KEY_REST, KEY_DIM)
+            key = load_states(tile_key_ptr, offsets, key_stride, readable, MASKED, True, KEY_MAIN, KEY_REST, KEY_DIM)
             products = tl.dot(query_rest, key, products, input_precision=PRECISION)
         scores = scaled(products, scale_log2, SOFTCAP)
         if MASKED:
             scores = tl.where(visible, scores, -float("inf"))
         weights, factor, maximum, total = updated(scores, maximum, total, MASKED)
 
-        value = load_rows(tile_value_ptr, offsets, value_stride, readable, MASKED, 0, VALUE_MAIN, VALUE_DIM)
+        value = load_states(tile_value_ptr, offsets, value_stride, readable, MASKED, False, 0, VALUE_MAIN, VALUE_DIM)
         weights = weights.to(value.dtype)
         acc = tl.dot(weights, value, acc * factor[:, None], input_precision=PRECISION)
         if VALUE_REST > 0:
-            value = load_rows(
-                tile_value_ptr, offsets, value_stride, readable, MASKED, VALUE_MAIN, VALUE_REST, VALUE_DIM
+            value = load_states(
+                tile_value_ptr, offsets, value_stride, readable, MASKED, False, VALUE_MAIN, VALUE_REST, VALUE_DIM
             )
             acc_rest = tl.dot(weights, value, acc_rest * factor[:, None], input_precision=PRECISION)
     return maximum, total, acc, acc_rest
