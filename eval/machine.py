@@ -24,10 +24,16 @@ def processor_name() -> str:
 
 def describe(model: PreTrainedModel, name: str) -> dict[str, str | int]:
     """Machine, versions, and the model under `name`: a hub id, or a folder, of which only the last part is kept."""
-    device = model.device
     return {
         "model": Path(name).resolve().name if Path(name).exists() else name,
         "dtype": str(model.dtype).removeprefix("torch."),
+        **describe_hardware(model.device),
+    }
+
+
+def describe_hardware(device: torch.device) -> dict[str, str | int]:
+    """Machine and versions."""
+    return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "processor": processor_name(),
         "cores": os.cpu_count() or 0,

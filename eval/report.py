@@ -110,16 +110,21 @@ SECTIONS: dict[str, tuple[str, str, tuple[Column, ...]]] = {
 }
 
 
-def _cells(section: str, rows: Sequence[Row]) -> list[list[str]]:
-    columns = SECTIONS[section][2]
+def _cells(columns: Sequence[Column], rows: Sequence[Row]) -> list[list[str]]:
     return [[header for header, _ in columns], *([cell(row) for _, cell in columns] for row in rows)]
 
 
 def text_section(section: str, rows: Sequence[Row]) -> str:
     """One section as an aligned table, for a terminal."""
-    cells = _cells(section, rows)
+    title, note, columns = SECTIONS[section]
+    return "\n".join([title, note, "", text_table(columns, rows, left="cache")])
+
+
+def text_table(columns: Sequence[Column], rows: Sequence[Row], left: str) -> str:
+    """An aligned table; the column `left` holds words, the others numbers."""
+    cells = _cells(columns, rows)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    label = cells[0].index("cache")
+    label = cells[0].index(left)
     lines = [
         "  ".join(
             cell.ljust(width) if index == label else cell.rjust(width)
@@ -128,15 +133,19 @@ def text_section(section: str, rows: Sequence[Row]) -> str:
         for line in cells
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    title, note, _ = SECTIONS[section]
-    return "\n".join([title, note, "", *lines])
+    return "\n".join(lines)
+
+
+def markdown_table(columns: Sequence[Column], rows: Sequence[Row], left: str) -> str:
+    """The same in Markdown."""
+    header, *body = _cells(columns, rows)
+    rule = [":--" if name == left else "--:" for name in header]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *body))
 
 
 def _markdown_section(section: str, rows: Sequence[Row]) -> str:
-    header, *body = _cells(section, rows)
-    rule = [":--" if name == "cache" else "--:" for name in header]
-    title, note, _ = SECTIONS[section]
-    return "\n".join([f"## {title}", "", note, "", *("| " + " | ".join(line) + " |" for line in (header, rule, *body))])
+    title, note, columns = SECTIONS[section]
+    return "\n".join([f"## {title}", "", note, "", markdown_table(columns, rows, left="cache")])
 
 
 def conclusions(results: Mapping[str, Any]) -> list[str]:
@@ -151,9 +160,14 @@ def conclusions(results: Mapping[str, Any]) -> list[str]:
 
 def machine_line(machine: Mapping[str, Any]) -> str:
     """Model, machine and versions in one line."""
+    return f"{machine['model']}, {machine['dtype']}, on {hardware_line(machine)}"
+
+
+def hardware_line(machine: Mapping[str, Any]) -> str:
+    """Machine and versions in one line."""
     return (
-        f"{machine['model']}, {machine['dtype']}, on {machine['device']}; {machine['processor']}, {machine['cores']} "
-        f"cores, {machine['threads']} threads; torch {machine['torch']}, transformers {machine['transformers']}, "
+        f"{machine['device']}; {machine['processor']}, {machine['cores']} cores, {machine['threads']} threads; "
+        f"torch {machine['torch']}, transformers {machine['transformers']}, "
         f"hf_paged_cache {machine['hf_paged_cache']}, Python {machine['python']}"
     )
 

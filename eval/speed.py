@@ -2,6 +2,7 @@
 
     python eval/speed.py --quick                       a first look with a small model, some minutes
     python eval/speed.py --model FOLDER_OR_HUB_ID --markdown speed.md --plot speed.png
+    python eval/speed.py --kernels --quick             attention alone, without a model (see --kernels --help)
 
 Measured are transformers' DynamicCache, its QuantizedCache (if optimum-quanto is installed), and PagedCache under its
 own attention (`paged`) and under sdpa, which gathers (`paged+gather`). All take turns in one process on the same model
@@ -19,10 +20,11 @@ import argparse
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
+import kernel_speed
 import torch
+from arguments import chosen_from, new_file, positive, positives
 from bookkeeping import measure_bookkeeping
 from machine import describe
 from plot import plot
@@ -52,36 +54,18 @@ QUICK = {
 BOOKKEEPING_STEPS = 1024
 
 
-def _positive(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _positives(text: str) -> list[int]:
-    return sorted({_positive(item) for item in text.split(",")})
-
-
-def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        names = [item.strip() for item in text.split(",")]
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is unknown, choose from {', '.join(known)}")
-        return [name for name in known if name in names]
-
-    return parse
-
-
-def _new_file(text: str) -> Path:
-    if not Path(text).resolve().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"the folder of {text} does not exist")
-    return Path(text)
+def _mode_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--kernels", action="store_true", help="measure attention alone; its options: --kernels --help")
+    return parser
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="speed.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="speed.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[_mode_parser()],
     )
 
     def default(name: str) -> str:
@@ -89,28 +73,28 @@ def _parser() -> argparse.ArgumentParser:
         return "default " + (",".join(map(str, value)) if isinstance(value, list) else str(value))
 
     parser.add_argument("--model", help=f"folder or hub id; default {small_models.SMOLLM2.name}")
-    parser.add_argument("--contexts", type=_positives, help=f"prompt lengths; {default('contexts')}")
-    parser.add_argument("--batches", type=_positives, help=f"batch sizes; {default('batches')}")
+    parser.add_argument("--contexts", type=positives, help=f"prompt lengths; {default('contexts')}")
+    parser.add_argument("--batches", type=positives, help=f"batch sizes; {default('batches')}")
     parser.add_argument(
-        "--beam-contexts", type=_positives, help=f"prompt lengths of beam search; {default('beam_contexts')}"
+        "--beam-contexts", type=positives, help=f"prompt lengths of beam search; {default('beam_contexts')}"
     )
-    parser.add_argument("--new-tokens", type=_positive, help=f"new tokens a call, at least 2; {default('new_tokens')}")
-    parser.add_argument("--repeats", type=_positive, help=f"rounds in which all take turns; {default('repeats')}")
+    parser.add_argument("--new-tokens", type=positive, help=f"new tokens a call, at least 2; {default('new_tokens')}")
+    parser.add_argument("--repeats", type=positive, help=f"rounds in which all take turns; {default('repeats')}")
     parser.add_argument(
         "--caches",
-        type=_names([*VARIANTS]),
+        type=chosen_from([*VARIANTS]),
         default=[*VARIANTS],
         help=f"from {','.join(VARIANTS)}; {BASELINE} always runs, as what the others are divided by",
     )
     parser.add_argument(
-        "--sections", type=_names(SECTION_NAMES), default=[*SECTION_NAMES], help=f"from {','.join(SECTION_NAMES)}"
+        "--sections", type=chosen_from(SECTION_NAMES), default=[*SECTION_NAMES], help=f"from {','.join(SECTION_NAMES)}"
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as the model is loaded")
-    parser.add_argument("--threads", type=_positive, help="threads of torch on the CPU; default: torch's choice")
+    parser.add_argument("--threads", type=positive, help="threads of torch on the CPU; default: torch's choice")
     parser.add_argument("--quick", action="store_true", help="small defaults instead, for a first look")
-    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write all figures")
-    parser.add_argument("--markdown", type=_new_file, metavar="FILE", help="write the tables")
-    parser.add_argument("--plot", type=_new_file, metavar="FILE.png", help="draw milliseconds a step by context length")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write all figures")
+    parser.add_argument("--markdown", type=new_file, metavar="FILE", help="write the tables")
+    parser.add_argument("--plot", type=new_file, metavar="FILE.png", help="draw milliseconds a step by context length")
     return parser
 
 
@@ -182,6 +166,9 @@ def _measure(bench: Bench, cases: Sequence[Case], variants: Sequence[Variant], s
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
+    mode, others = _mode_parser().parse_known_args(argv)
+    if mode.kernels:
+        return kernel_speed.main(others)
     parser = _parser()
     arguments = _parse(parser, argv)
     if arguments.threads is not None:

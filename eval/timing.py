@@ -12,7 +12,7 @@ import gc
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -21,6 +21,7 @@ import torch
 from transformers import Cache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from variants import Inputs, Variant, cache_argument
 
+Name = TypeVar("Name", bound=Hashable)
 Result = TypeVar("Result")
 
 
@@ -114,15 +115,15 @@ def _reason(error: Exception) -> str:
 
 
 def interleave(
-    runs: Mapping[str, Callable[[], Result]], rounds: int, after_run: Callable[[], object] = lambda: None
-) -> tuple[dict[str, list[Result]], dict[str, str]]:
+    runs: Mapping[Name, Callable[[], Result]], rounds: int, after_run: Callable[[], object] = lambda: None
+) -> tuple[dict[Name, list[Result]], dict[Name, str]]:
     """Runs all once in order, then all again, `rounds` times: what disturbs the machine for a while disturbs all.
 
     Returns:
         The results of each run by round, and for those that raised, which are left out from then on, the reason.
     """
-    results: dict[str, list[Result]] = {name: [] for name in runs}
-    failures: dict[str, str] = {}
+    results: dict[Name, list[Result]] = {name: [] for name in runs}
+    failures: dict[Name, str] = {}
     # What is there already, all of torch and transformers, is no concern of the garbage collections in between.
     gc.freeze()
     try:
