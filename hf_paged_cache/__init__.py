@@ -5,6 +5,7 @@ Importing the package makes the attention implementation `"hf_paged"` known to t
 
 from hf_paged_cache.attention import ATTENTION_NAME
 from hf_paged_cache.cache import PagedCache
+from hf_paged_cache.codecs import CODECS, KVQuant
 from hf_paged_cache.errors import (
     CacheStateError,
     CropError,
@@ -18,10 +19,12 @@ from hf_paged_cache.stats import CacheStats
 
 __all__ = [
     "ATTENTION_NAME",
+    "CODECS",
     "CacheStateError",
     "CacheStats",
     "CropError",
     "InvalidArgumentError",
+    "KVQuant",
     "OutOfBlocks",
     "PagedCache",
     "PagedCacheError",

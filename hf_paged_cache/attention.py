@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hf_paged_kernels import StepMetadata, dense_attention, paged_attention
+from hf_paged_kernels import StepMetadata, dense_attention
 from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
@@ -235,17 +235,16 @@ def _attend_blocks(
     source = key.source
     step, codec = source.step, source.pool.codec
     reads_new_from_blocks = step.has_past and step.query_length == 1 and step.new_tokens_stored and codec.is_exact
-    out = paged_attention(
+    out = codec.attend(
         query,
         source.pool.blocks,
         step,
+        None if reads_new_from_blocks else (key.new, value.new),
         scale=scale,
         window=mask.window,
         softcap=softcap,
         sinks=sinks,
-        new_kv=None if reads_new_from_blocks else (key.new, value.new),
         key_mask=mask.key_mask(step),
-        backend=codec.backend,
     )
     return out.transpose(1, 2).contiguous()
 

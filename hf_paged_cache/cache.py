@@ -17,7 +17,7 @@ from hf_paged_cache import unpaged
 from hf_paged_cache.arguments import is_integer, parse_bytes
 from hf_paged_cache.attention import ATTENTION_NAME
 from hf_paged_cache.budget import MemoryBudget
-from hf_paged_cache.codecs import make_codec
+from hf_paged_cache.codecs import KVQuant, LayerCodecs
 from hf_paged_cache.config_layers import GroupFactory, paged_layers
 from hf_paged_cache.errors import CacheStateError, CropError, InvalidArgumentError, UnsupportedError
 from hf_paged_cache.groups import LayerGroup, unfinished_pass
@@ -41,7 +41,8 @@ class PagedCache(DynamicCache):
 
     Args:
         config: `model.config`; says which layers there are. Head counts, head_dim and dtype come from the first keys.
-        kv: how keys and values are stored: `"raw"`, in the model's dtype.
+        kv: how keys and values are stored: `"raw"`, in the model's dtype; `"int8"`, `"fp8"`, `"int4"`, `"k8v4"`,
+            `"k4v2"` or `"kivi2"`, quantized; or a `KVQuant` for the details.
         block_size: tokens a block, a power of two from 16 to 256.
         num_blocks: hard limit of the blocks of each layer group, allocated at once. `None`: grow on demand.
         memory: hard limit of the bytes of all pools, a number or text such as `"2GiB"`. `None`: grow on demand.
@@ -69,7 +70,7 @@ class PagedCache(DynamicCache):
         self,
         config: PreTrainedConfig,
         *,
-        kv: str = "raw",
+        kv: str | KVQuant = "raw",
         block_size: int = 64,
         num_blocks: int | None = None,
         memory: int | str | None = None,
@@ -89,7 +90,7 @@ class PagedCache(DynamicCache):
             raise UnsupportedError("PagedCache does not offload layers; limit its blocks instead, with memory=...")
         self._config = _live_text_config(config)
         self._budget = MemoryBudget(None if memory is None else parse_bytes(memory))
-        self._factory = GroupFactory(make_codec(kv, backend), block_size, self._budget, num_blocks)
+        self._factory = GroupFactory(LayerCodecs(kv, backend), block_size, self._budget, num_blocks)
         super().__init__(config=config)
         if cross_attention:
             self.layers = [DynamicLayer() for _ in self.layers]
@@ -359,7 +360,7 @@ class PagedCache(DynamicCache):
             if other.table.window == group.table.window and other.accepts(layer.layer_idx, num_new):
                 layer.group = other
                 return
-        layer.group = self._factory.make(group.table.window, 1, is_only_group=False)
+        layer.group = self._factory.make(group.table.window, [layer.layer_idx], is_only_group=False)
         self._groups.append(layer.group)
 
     def _records_past(self, group: LayerGroup) -> bool:

@@ -1,6 +1,8 @@
 """From a model's config to the layers of a cache and their groups."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -12,8 +14,9 @@ from transformers.cache_utils import (
 )
 
 from hf_paged_cache.budget import MemoryBudget
-from hf_paged_cache.codecs import Codec
+from hf_paged_cache.codecs import LayerCodecs
 from hf_paged_cache.groups import LayerGroup
+from hf_paged_cache.hot import HotRows
 from hf_paged_cache.layers import (
     LinearAndPagedLayer,
     LinearAndPagedSlidingLayer,
@@ -29,28 +32,38 @@ class GroupFactory:
     """Makes the layer groups of a cache, all with the same options.
 
     Attributes:
-        codec: how tokens are stored.
+        codecs: how the tokens of each layer are stored.
         block_size: tokens a block.
         budget: bytes of all groups together.
         max_blocks: blocks that a group may hold; `None` for no limit.
     """
 
-    codec: Codec
+    codecs: LayerCodecs
     block_size: int
     budget: MemoryBudget
     max_blocks: int | None
 
-    def make(self, window: int | None, num_layers: int, *, is_only_group: bool) -> LayerGroup:
-        """A group of `num_layers` layers that look back `window` tokens."""
+    def make(self, window: int | None, layers: Sequence[int], *, is_only_group: bool) -> LayerGroup:
+        """A group of layers, by their indices, that look back `window` tokens."""
+        codec_of = partial(self.codecs.of, is_sliding=window is not None)
+        num_quantizing = sum(codec_of(layer_idx).hot is not None for layer_idx in layers)
+        hot_pool = hot_rows = None
+        if num_quantizing:
+            exact = LayerCodecs("raw", codec_of(layers[0]).backend)
+            hot_pool = GroupPool(
+                partial(exact.of, is_sliding=False), self.block_size, num_quantizing, self.budget, is_only_group=False
+            )
+            hot_rows = HotRows(self.codecs.hot, self.block_size, hot_pool.allocator, hot_pool.allocate)
         pool = GroupPool(
-            self.codec,
+            codec_of,
             self.block_size,
-            num_layers,
+            len(layers),
             self.budget,
             max_blocks=self.max_blocks,
-            is_only_group=is_only_group,
+            is_only_group=is_only_group and hot_pool is None,
+            hot=hot_pool,
         )
-        return LayerGroup(pool, BlockTable(pool.allocator, self.block_size, window, pool.allocate))
+        return LayerGroup(pool, BlockTable(pool.allocator, self.block_size, window, pool.allocate, hot_rows))
 
 
 def paged_layers(
@@ -69,14 +82,14 @@ def paged_layers(
     Returns:
         The layers, and one group for each window among them (`None`: full attention).
     """
-    windows = [_window(layer) for layer in library_layers if type(layer) in _PAGED_CLASSES]
+    members: dict[int | None, list[int]] = {}
+    for layer_idx, layer in enumerate(library_layers):
+        if type(layer) in _PAGED_CLASSES:
+            members.setdefault(_window(layer), []).append(layer_idx)
     # Vision-language models may cache image tokens in layers of the same kind; those get a group of their own.
     may_split = bool(getattr(config.get_text_config(decoder=True), "cross_attention_layers", None))
-    is_only_group = len(set(windows)) == 1 and not may_split
-    groups = {
-        window: factory.make(window, windows.count(window), is_only_group=is_only_group)
-        for window in dict.fromkeys(windows)
-    }
+    is_only_group = len(members) == 1 and not may_split
+    groups = {window: factory.make(window, layers, is_only_group=is_only_group) for window, layers in members.items()}
     layers = []
     for layer_idx, layer in enumerate(library_layers):
         paged_class = _PAGED_CLASSES.get(type(layer))

@@ -83,12 +83,12 @@ class LayerGroup:
             lagging = [idx for idx, length in self.lengths.items() if length != table.num_columns]
             if lagging or self.length(layer_idx) != table.num_columns:
                 raise unfinished_pass(sorted({*lagging, layer_idx}), table.num_columns)
-            table.release_unkept()
+            self._give_up_old_tokens()
             earlier = None if self._undo is None else self._undo._replace(earlier=None)
             undo = _Undo(pass_number, table.num_columns, table.first_kept_column, earlier)
-            self.step, copies = table.extend(num_rows, num_new, attended, keep_past=keep_past)
+            self.step, moves = table.extend(num_rows, num_new, attended, keep_past=keep_past)
             self._undo = undo
-            self.pool.copy(copies)
+            self.pool.move(moves)
         return self.step
 
     @_locked
@@ -98,8 +98,10 @@ class LayerGroup:
         Raises:
             OutOfBlocks: it does not.
         """
-        self.table.release_unkept()
+        self._give_up_old_tokens()
         self.pool.check_room(self.table.blocks_to_extend(num_new, attended, keep_past=keep_past))
+        if self.pool.hot is not None:
+            self.pool.hot.check_room(self.table.hot_blocks_to_extend(num_new, attended, keep_past=keep_past))
 
     def stored(self, layer_idx: int) -> StepMetadata:
         """A step without new tokens, to read what a layer has been given; the same one until that changes."""
@@ -158,6 +160,15 @@ class LayerGroup:
         other = LayerGroup(self.pool, self.table.fork(copies), dict(self.lengths))
         other._undo = self._undo
         return other
+
+    def _give_up_old_tokens(self) -> None:
+        """Quantizes what the newest tokens have moved on from, and gives back what has left the window."""
+        self.table.release_unkept()
+        if self.pool.hot is not None:
+            entries, pairs = self.table.blocks_to_seal()
+            if pairs:
+                self.pool.seal(pairs)
+                self.table.drop_hot(entries)
 
     def _joins(self, layer_idx: int, num_new: int) -> bool:
         step = self.step

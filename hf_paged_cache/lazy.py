@@ -171,7 +171,7 @@ class LazyKV(LazyTensor):
         lazy = cls.make(shape, dtype, geometry.device)
         lazy.source = source
         lazy.new = new
-        lazy._read = source.pool.codec.read_key if part == "key" else source.pool.codec.read_value
+        lazy._part = part
         lazy._dense = None
         return lazy
 
@@ -203,9 +203,8 @@ class LazyKV(LazyTensor):
         # A codec that loses bits still lets the new tokens be attended to exactly.
         stored_only = self.new is None or (step.new_tokens_stored and source.pool.codec.is_exact)
         last_column = step.num_columns if stored_only else step.first_column
-        blocks = source.pool.blocks
-        index = step.column_index(source.first_column, last_column, blocks)
-        stored = self._read(blocks, index)
+        pool = source.pool
+        stored = pool.codec.read(pool.blocks, self._part, step, source.first_column, last_column)
         return stored if stored_only else torch.cat([stored, self.new], dim=2)
 
 

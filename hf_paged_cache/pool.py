@@ -1,15 +1,17 @@
 """The blocks of one layer group as memory: the tensors of each layer, and how they grow together."""
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import torch
-from hf_paged_kernels import KVBlocks, StepMetadata, copy_blocks
+from hf_paged_kernels import Blocks, HotColdBlocks, StepMetadata, copy_blocks, seal_blocks, thaw_blocks
 
 from hf_paged_cache.blocks import BlockAllocator
 from hf_paged_cache.budget import MemoryBudget
 from hf_paged_cache.codecs import Codec, Geometry
 from hf_paged_cache.errors import OutOfBlocks
+from hf_paged_cache.hot import Moves, Pairs
 
 # Without a limit a pool grows by a sixteenth at least. That bounds what is allocated and not used, and still copies
 # each token only 16 times on average, little beside the reads of one decode step over the same context.
@@ -24,25 +26,39 @@ class LayerPool:
         geometry: shape, dtypes and device of the layer's keys and values.
         block_size: tokens a block.
         num_blocks: blocks to begin with, the null block included.
+        hot: the pool of the layer's hot blocks, for a codec that quantizes whole blocks.
     """
 
-    def __init__(self, codec: Codec, geometry: Geometry, block_size: int, num_blocks: int) -> None:
+    def __init__(
+        self, codec: Codec, geometry: Geometry, block_size: int, num_blocks: int, hot: "LayerPool | None" = None
+    ) -> None:
         self.codec = codec
         self.geometry = geometry
         self.block_size = block_size
         self.block_bytes = codec.block_bytes(geometry, block_size)
-        self.blocks: KVBlocks = codec.allocate(geometry, block_size, num_blocks)
+        self.hot = hot
+        self._own = codec.allocate(geometry, block_size, num_blocks)
+
+    @property
+    def blocks(self) -> Blocks:
+        """All that a reader needs."""
+        return self._own if self.hot is None else HotColdBlocks(self._own, self.hot._own)
+
+    @property
+    def num_blocks(self) -> int:
+        return self._own.num_blocks
 
     @property
     def num_bytes(self) -> int:
-        return self.blocks.num_blocks * self.block_bytes
+        """Bytes of the tensors, those of hot blocks not included."""
+        return self._own.num_blocks * self.block_bytes
 
     def grow(self, num_blocks: int) -> None:
         """Moves the blocks into larger tensors; while it runs, both are held."""
         larger = self.codec.allocate(self.geometry, self.block_size, num_blocks)
-        for new, old in zip(larger.planes, self.blocks.planes, strict=True):
+        for new, old in zip(larger.planes, self._own.planes, strict=True):
             new[:, : old.shape[1]].copy_(old)
-        self.blocks = larger
+        self._own = larger
 
     def write(self, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:
         """Stores the new tokens `[batch, num_kv_heads, query_length, dim]` of a step."""
@@ -58,29 +74,32 @@ class GroupPool:
     blocks, holds `lock`: forks may be used in several threads.
 
     Args:
-        codec: how tokens are stored.
+        codec_of: how the tokens of a layer are stored, by its index.
         block_size: tokens a block.
         expected_layers: layers that will join. Their pools appear with the first keys, so until then the bytes of a
             block are reckoned from the layers that are there.
         budget: the bytes of all groups together.
         max_blocks: blocks that the group may hold, allocated at once; `None` for no such limit.
-        is_only_group: no other group shares the budget, so that all of it is allocated at once.
+        is_only_group: nothing else shares the budget, so that all of it is allocated at once.
+        hot: the hot blocks of layers whose codec quantizes whole blocks.
     """
 
     def __init__(
         self,
-        codec: Codec,
+        codec_of: Callable[[int], Codec],
         block_size: int,
         expected_layers: int,
         budget: MemoryBudget,
         *,
         max_blocks: int | None = None,
         is_only_group: bool = True,
+        hot: "GroupPool | None" = None,
     ) -> None:
         self.allocator = BlockAllocator()
         self.layers: dict[int, LayerPool] = {}
         self.copies = 0
-        self._codec = codec
+        self.hot = hot
+        self._codec_of = codec_of
         self._block_size = block_size
         self._expected_layers = expected_layers
         self._budget = budget
@@ -112,6 +131,11 @@ class GroupPool:
     def num_bytes(self) -> int:
         return sum(layer.num_bytes for layer in self.layers.values())
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether some layer holds codes."""
+        return any(not layer.codec.is_exact for layer in self.layers.values())
+
     def layer(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> LayerPool:
         """The pool of a layer, made for the shape of `key` and `value` when it is first asked for.
 
@@ -120,13 +144,14 @@ class GroupPool:
         """
         pool = self.layers.get(layer_idx)
         if pool is None:
-            geometry = Geometry.of(key, value)
+            geometry, codec = Geometry.of(key, value), self._codec_of(layer_idx)
+            hot = None if codec.hot is None else self.hot.layer(layer_idx, key, value)
             # While there is only the null block there is nothing to hold.
             num_blocks = self.allocator.num_blocks if self.allocator.num_blocks > 1 else 0
-            num_bytes = num_blocks * self._codec.block_bytes(geometry, self._block_size)
+            num_bytes = num_blocks * codec.block_bytes(geometry, self._block_size)
             if self._budget.remaining is not None and num_bytes > self._budget.remaining:
                 raise self._out_of_blocks(num_blocks)
-            pool = LayerPool(self._codec, geometry, self._block_size, num_blocks)
+            pool = LayerPool(codec, geometry, self._block_size, num_blocks, hot)
             self._budget.add(num_bytes)
             self.layers[layer_idx] = pool
         return pool
@@ -154,10 +179,23 @@ class GroupPool:
         if missing > 0 and allowed is not None and self.allocator.num_blocks + missing > allowed:
             raise self._out_of_blocks(count)
 
-    def copy(self, copies: list[tuple[int, int]]) -> None:
-        """Copies whole blocks `(source, target)` in every layer."""
-        copy_blocks([layer.blocks for layer in self.layers.values()], copies, backend=self._codec.backend)
-        self.copies += len(copies)
+    def move(self, moves: Moves) -> None:
+        """Moves whole blocks in every layer, as the layer stores them."""
+        plain = [layer for layer in self.layers.values() if layer.hot is None]
+        if moves.copies and plain:
+            copy_blocks([layer.blocks for layer in plain], moves.copies, backend=plain[0].codec.backend)
+        self.copies += len(moves.copies)
+        if moves.thaws:
+            thaw_blocks(self._hot_and_cold(), moves.thaws)
+        if moves.hot_copies:
+            self.hot.move(Moves(moves.hot_copies, [], []))
+
+    def seal(self, pairs: Pairs) -> None:
+        """Quantizes hot blocks `(hot block, block id)` in every layer that has them."""
+        seal_blocks(self._hot_and_cold(), pairs)
+
+    def _hot_and_cold(self) -> list[HotColdBlocks]:
+        return [layer.blocks for layer in self.layers.values() if layer.hot is not None]
 
     def _grow(self, needed: int, missing: int) -> None:
         self.check_room(needed)
@@ -170,7 +208,7 @@ class GroupPool:
         # Layer by layer, so that at most one layer is held twice.
         for layer in self.layers.values():
             old_bytes = layer.num_bytes
-            if layer.blocks.num_blocks >= target:
+            if layer.num_blocks >= target:
                 continue  # moved by an attempt that ran out of memory at a later layer
             self._budget.add(target * layer.block_bytes)
             try:

@@ -16,7 +16,8 @@ class CacheStats:
         rows: sequences of this cache.
         tokens: columns that every row has, padding included (`get_seq_length`).
         block_size: tokens a block.
-        blocks_total: blocks of all layer groups, null blocks left out.
+        blocks_total: blocks of all layer groups, null blocks left out. Hot blocks, which codecs that quantize whole
+            blocks have besides, are counted in bytes only.
         blocks_used: blocks that some row holds, also of a fork.
         blocks_free: blocks that hold nothing.
         blocks_reusable: blocks that no row holds but whose content is still known.
@@ -26,6 +27,8 @@ class CacheStats:
         tail_waste_bytes: bytes of this cache's used blocks in which no token of its rows lies.
         copies: blocks copied because a row wrote into a block that others hold (copy-on-write).
         evictions: reusable blocks that were taken back.
+        tokens_quantized: tokens in used blocks that this cache's rows read as codes, in all layer groups; one that
+            several rows share counts once.
     """
 
     rows: int
@@ -41,11 +44,13 @@ class CacheStats:
     tail_waste_bytes: int
     copies: int
     evictions: int
+    tokens_quantized: int
 
 
 def collect(groups: Sequence[LayerGroup], lead: BlockTable | None, block_size: int, budget: MemoryBudget) -> CacheStats:
     """The numbers of a cache with these groups, whose rows and columns are those of the table `lead`."""
     pools = {id(group.pool): group.pool for group in groups}.values()
+    hot_pools = [pool.hot for pool in pools if pool.hot is not None]
     allocators = [pool.allocator for pool in pools]
     return CacheStats(
         rows=lead.num_rows if lead else 0,
@@ -55,12 +60,13 @@ def collect(groups: Sequence[LayerGroup], lead: BlockTable | None, block_size: i
         blocks_used=sum(allocator.num_referenced for allocator in allocators),
         blocks_free=sum(allocator.num_free for allocator in allocators),
         blocks_reusable=sum(allocator.num_reusable for allocator in allocators),
-        bytes_allocated=sum(pool.num_bytes for pool in pools),
-        bytes_used=sum(pool.allocator.num_referenced * pool.block_bytes for pool in pools),
+        bytes_allocated=sum(pool.num_bytes for pool in (*pools, *hot_pools)),
+        bytes_used=sum(pool.allocator.num_referenced * pool.block_bytes for pool in (*pools, *hot_pools)),
         bytes_peak=budget.peak,
         tail_waste_bytes=sum(group.table.wasted_slots * group.pool.block_bytes // block_size for group in groups),
         copies=sum(pool.copies for pool in pools),
         evictions=sum(allocator.evictions for allocator in allocators),
+        tokens_quantized=sum(group.table.num_cold_tokens for group in groups if group.pool.is_quantized),
     )
 
 

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 from hf_paged_kernels import StepMetadata
 
+from hf_paged_cache.block_rows import BlockRows
 from hf_paged_cache.blocks import BlockAllocator
-
-Copies = list[tuple[int, int]]
+from hf_paged_cache.hot import HotRows, Moves, Pairs
 
 
 class BlockTable:
@@ -31,6 +31,7 @@ class BlockTable:
         window: tokens that the layers of the group look back, the current one included; `None` for all. Blocks that
             have left the window are given back.
         allocate: takes block ids, `allocator.allocate` unless something has to grow first.
+        hot: the hot blocks of the rows, for codecs that quantize whole blocks; `None` if there are none.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class BlockTable:
         block_size: int,
         window: int | None = None,
         allocate: Callable[[int], np.ndarray] | None = None,
+        hot: HotRows | None = None,
     ) -> None:
         self._allocator = allocator
         self._allocate = allocate or allocator.allocate
@@ -47,11 +49,14 @@ class BlockTable:
         self.num_columns = 0
         self.first_kept_column = 0
         self.generation = 0
+        self.hot = hot
+        self._rows = BlockRows(allocator)
         self._set_rows(0)
 
-    def __del__(self) -> None:
-        if hasattr(self, "block_ids"):
-            self._allocator.release_later(self.block_ids.reshape(-1))
+    @property
+    def block_ids(self) -> np.ndarray:
+        """int32 `[num_rows, width]`, logical block -> block id; 0 where a row has no block."""
+        return self._rows.ids
 
     @property
     def num_rows(self) -> int:
@@ -65,17 +70,26 @@ class BlockTable:
     @property
     def wasted_slots(self) -> int:
         """Slots, in the blocks that the rows hold, behind the last token of every row that holds the block."""
-        first_tokens = np.arange(self.block_ids.shape[1]) * self.block_size
+        return int((self.block_size - self._filled_slots(self.block_ids)).sum())
+
+    @property
+    def num_cold_tokens(self) -> int:
+        """Tokens in blocks that some row reads by block id and not in a hot block; shared ones count once."""
+        block_ids = self.block_ids if self.hot is None else np.where(self.hot.ids == 0, self.block_ids, 0)
+        return int(self._filled_slots(block_ids).sum())
+
+    def _filled_slots(self, block_ids: np.ndarray) -> np.ndarray:
+        """Slots filled by the longest row, for each block that is named in `block_ids` (like the table)."""
+        first_tokens = np.arange(block_ids.shape[1]) * self.block_size
         filled = np.clip(self.seq_lens[:, None] - first_tokens[None], 0, self.block_size)
         most_filled = np.zeros(self._allocator.num_blocks, dtype=np.int64)
-        np.maximum.at(most_filled, self.block_ids, filled)
-        held = np.unique(self.block_ids)
-        held = held[held != 0]
-        return int((self.block_size - most_filled[held]).sum())
+        np.maximum.at(most_filled, block_ids, filled)
+        held = np.unique(block_ids)
+        return most_filled[held[held != 0]]
 
     def extend(
         self, num_rows: int, num_new: int, attended: np.ndarray | None = None, *, keep_past: bool = False
-    ) -> tuple[StepMetadata, Copies]:
+    ) -> tuple[StepMetadata, Moves]:
         """Makes room for `num_new` columns in every row.
 
         Args:
@@ -86,7 +100,7 @@ class BlockTable:
             keep_past: store all new tokens of a windowed group, so that `crop` can go back into them.
 
         Returns:
-            The step, and the `(source, target)` blocks to be copied before anything is written.
+            The step, and what has to be moved before anything is written.
 
         Raises:
             OutOfBlocks: nothing has changed then.
@@ -95,36 +109,59 @@ class BlockTable:
             self._set_rows(num_rows)
         need = self._need(num_new, attended, keep_past)
         new_ids = self._allocate(need.count)
-
-        copies = []
-        for row, target in zip(need.copying, new_ids.tolist(), strict=False):
-            block = int(need.old_lens[row]) // self.block_size
-            source = int(self.block_ids[row, block])
-            self.block_ids[row, block] = target
-            copies.append((source, target))
-        if copies:
-            self._allocator.release(np.array([source for source, _ in copies], dtype=np.int32))
+        try:
+            hot_ids = np.zeros(0, dtype=np.int32) if self.hot is None else self.hot.allocate(need.hot_count)
+        except BaseException:
+            self._allocator.release(new_ids)
+            raise
+        moves = self._moves(need, new_ids, hot_ids)
+        self._rows.reserve(need.width)
+        self._rows.ids[np.nonzero(need.is_new)] = new_ids[len(need.copying) :]
+        if need.copying:
+            rows = np.array(need.copying)
+            self._rows.replace((rows, need.last_block[rows]), new_ids[: len(rows)])
             self.generation += 1
-        self._reserve(int((need.first_block + need.blocks).max()))
-        unused = new_ids[len(need.copying) :]
-        for row in np.flatnonzero(need.blocks).tolist():
-            first, count = int(need.first_block[row]), int(need.blocks[row])
-            self.block_ids[row, first : first + count] = unused[:count]
-            unused = unused[count:]
+        if self.hot is not None:
+            self.hot.rows.reserve(need.width)
+            self.hot.rows.ids[np.nonzero(need.is_new_hot)] = hot_ids[len(need.opening) :]
+            rows = np.array(need.opening, dtype=np.int64)
+            self.hot.rows.replace((rows, need.last_block[rows]), hot_ids[: len(rows)])
         self.padding = need.padding
         self.num_columns += num_new
         if self.window is not None and not keep_past:
             self.first_kept_column = max(self.first_kept_column, self.num_columns - self.window + 1)
-        return self._step(num_new, need), copies
+        return self._step(num_new, need), moves
 
     def blocks_to_extend(self, num_new: int, attended: np.ndarray | None, *, keep_past: bool) -> int:
         """Blocks that `extend` with these arguments would take."""
         return self._need(num_new, attended, keep_past).count
 
+    def hot_blocks_to_extend(self, num_new: int, attended: np.ndarray | None, *, keep_past: bool) -> int:
+        """Hot blocks that it would take."""
+        return self._need(num_new, attended, keep_past).hot_count
+
+    def blocks_to_seal(self) -> tuple[tuple[np.ndarray, np.ndarray], Pairs]:
+        """The hot blocks that are to be quantized before the next step.
+
+        Returns:
+            Their entries (rows `[n]`, logical blocks `[n]`) for `drop_hot`, and for each block the hot block and the
+            block id.
+        """
+        entries = self.hot.due(self.seq_lens)
+        pairs = zip(self.hot.ids[entries].tolist(), self.block_ids[entries].tolist(), strict=True)
+        return entries, list(dict.fromkeys(pairs))
+
+    def drop_hot(self, entries: tuple[np.ndarray, np.ndarray]) -> None:
+        """Lets rows read the codes of these blocks from now on."""
+        if len(entries[0]):
+            self.hot.rows.replace(entries, np.zeros(len(entries[0]), dtype=np.int32))
+            self.generation += 1
+
     def snapshot(self, num_columns: int) -> StepMetadata:
         """A step without new tokens, to read the first `num_columns` columns."""
         return StepMetadata(
             block_table=self.block_ids.copy(),
+            hot_table=None if self.hot is None else self.hot.ids.copy(),
             seq_lens=np.maximum(num_columns - self.padding, 0),
             padding=self.padding,
             slots=np.zeros((self.num_rows, 0), dtype=np.int32),
@@ -138,11 +175,9 @@ class BlockTable:
         if self.window is None:
             return
         unkept = np.maximum(self.first_kept_column - self.padding, 0) // self.block_size
-        for row in np.flatnonzero(unkept > self._freed_blocks).tolist():
-            span = slice(int(self._freed_blocks[row]), int(unkept[row]))
-            self._allocator.release(self.block_ids[row, span])
-            self.block_ids[row, span] = 0
-            self._freed_blocks[row] = unkept[row]
+        if (unkept > self._freed_blocks).any():
+            self._release(np.arange(self.block_ids.shape[1])[None] < unkept[:, None])
+            self._freed_blocks = np.maximum(self._freed_blocks, unkept).astype(np.int32)
             self.generation += 1
 
     def restrict_to_window(self) -> None:
@@ -172,9 +207,7 @@ class BlockTable:
         self.padding = np.minimum(self.padding, num_columns)
         self.generation += 1
         kept = -(-self.seq_lens // self.block_size)
-        surplus = np.arange(self.block_ids.shape[1])[None] >= kept[:, None]
-        self._allocator.release(self.block_ids[surplus])
-        self.block_ids[surplus] = 0
+        self._release(np.arange(self.block_ids.shape[1])[None] >= kept[:, None])
         self._freed_blocks = np.minimum(self._freed_blocks, kept)
         if num_columns == 0:
             self.first_kept_column = 0
@@ -183,22 +216,19 @@ class BlockTable:
         """Replaces the rows by `rows` (indices of present rows, repeated or left out at will)."""
         if np.array_equal(rows, np.arange(self.num_rows)):
             return
-        extra = np.bincount(rows, minlength=self.num_rows) - 1
-        # Acquire before release, so that no block that stays is ever without a holder.
-        for row in np.flatnonzero(extra > 0).tolist():
-            self._allocator.acquire(self.block_ids[row], int(extra[row]))
-        for row in np.flatnonzero(extra < 0).tolist():
-            self._allocator.release(self.block_ids[row])
-        self.block_ids = self.block_ids[rows]
+        self._rows.select(rows)
+        if self.hot is not None:
+            self.hot.rows.select(rows)
         self.padding = self.padding[rows]
         self._freed_blocks = self._freed_blocks[rows]
         self.generation += 1
 
     def fork(self, copies: int) -> "BlockTable":
         """A table in which every row stands `copies` times in a row, sharing all blocks with this one."""
+        hot = None if self.hot is None else self.hot.fork(copies)
         other = BlockTable(self._allocator, self.block_size, self.window, self._allocate)
-        self._allocator.acquire(self.block_ids.reshape(-1), copies)
-        other.block_ids = self.block_ids.repeat(copies, axis=0)
+        other.hot = hot
+        other._rows = self._rows.fork(copies)
         other.padding = self.padding.repeat(copies)
         other._freed_blocks = self._freed_blocks.repeat(copies)
         other.num_columns = self.num_columns
@@ -207,21 +237,22 @@ class BlockTable:
 
     def reset(self) -> None:
         """Gives all blocks back; the table is empty and takes any number of rows again."""
-        self._allocator.release(self.block_ids.reshape(-1))
         self.num_columns = self.first_kept_column = 0
         self.generation += 1
         self._set_rows(0)
 
     def _set_rows(self, num_rows: int) -> None:
-        self.block_ids = np.zeros((num_rows, 1), dtype=np.int32)
+        self._rows.reset(num_rows)
+        if self.hot is not None:
+            self.hot.rows.reset(num_rows)
         self.padding = np.zeros(num_rows, dtype=np.int32)
         self._freed_blocks = np.zeros(num_rows, dtype=np.int32)
 
-    def _reserve(self, num_blocks: int) -> None:
-        """Widens the table to at least `num_blocks` columns."""
-        width = self.block_ids.shape[1]
-        if num_blocks > width:
-            self.block_ids = np.pad(self.block_ids, ((0, 0), (0, max(num_blocks, 2 * width) - width)))
+    def _release(self, entries: np.ndarray) -> None:
+        """Gives back the blocks where the bool `[num_rows, width]` says so."""
+        self._rows.release(entries)
+        if self.hot is not None:
+            self.hot.rows.release(entries)
 
     def _need(self, num_new: int, attended: np.ndarray | None, keep_past: bool) -> "_Need":
         size = self.block_size
@@ -233,9 +264,17 @@ class BlockTable:
             # Tokens that no later step can see are not stored; whole blocks of them, to keep blocks aligned.
             store_from = np.maximum(old_lens, (new_lens - self.window + 1) // size * size)
         first_block = np.maximum(-(-old_lens // size), store_from // size)
-        blocks = np.maximum(-(-new_lens // size) - first_block, 0)
-        copying = self._rows_to_copy(old_lens, new_lens, store_from)
-        return _Need(padding, old_lens, store_from, first_block, blocks, copying)
+        end_block = np.maximum(-(-new_lens // size), first_block)
+        writes_on = (old_lens % size != 0) & (new_lens > old_lens) & (store_from == old_lens)
+        copying = self._rows_to_copy(np.flatnonzero(writes_on), old_lens)
+        block = np.arange(max(int(end_block.max()), self.block_ids.shape[1]))[None]
+        is_new = (block >= first_block[:, None]) & (block < end_block[:, None])
+        is_new_hot, opening = is_new, copying
+        if self.hot is not None:
+            is_new_hot = is_new & ~self.hot.are_cold(new_lens, is_new.shape[1])
+            last_hot = self.hot.ids[np.arange(self.num_rows), old_lens // size * writes_on]
+            opening = sorted({*copying, *np.flatnonzero(writes_on & (last_hot == 0)).tolist()})
+        return _Need(padding, old_lens, store_from, is_new, copying, is_new_hot, opening, old_lens // size)
 
     def _padding_after(self, num_new: int, attended: np.ndarray | None) -> np.ndarray:
         """Leading padding of each row once `num_new` columns have come."""
@@ -245,11 +284,9 @@ class BlockTable:
         leading = np.where(attended.any(axis=1), attended.argmax(axis=1), num_new)
         return np.where(empty, self.padding + leading, self.padding).astype(np.int32)
 
-    def _rows_to_copy(self, old_lens: np.ndarray, new_lens: np.ndarray, store_from: np.ndarray) -> list[int]:
-        """Rows that write into a block which others hold too. The last of several such rows keeps the block, unless
-        its content is to stay known."""
-        writes = (old_lens % self.block_size != 0) & (new_lens > old_lens) & (store_from == old_lens)
-        rows = np.flatnonzero(writes)
+    def _rows_to_copy(self, rows: np.ndarray, old_lens: np.ndarray) -> list[int]:
+        """Those of `rows`, which write on in their last block, that share it with others. The last of several such
+        rows keeps the block, unless its content is to stay known."""
         blocks = self.block_ids[rows, old_lens[rows] // self.block_size]
         shared = self._allocator.must_be_copied(blocks)
         if not shared.any():
@@ -262,19 +299,46 @@ class BlockTable:
                 copying.append(row)
         return copying
 
+    def _moves(self, need: "_Need", new_ids: np.ndarray, hot_ids: np.ndarray) -> Moves:
+        """What to move from the present blocks to these new ones."""
+        sources = {row: int(self.block_ids[row, need.last_block[row]]) for row in {*need.copying, *need.opening}}
+        copies = [(sources[row], target) for row, target in zip(need.copying, new_ids.tolist(), strict=False)]
+        moves = Moves(copies, [], [])
+        for row, target in zip(need.opening, hot_ids.tolist(), strict=False):
+            hot_source = int(self.hot.ids[row, need.last_block[row]])
+            if hot_source:
+                moves.hot_copies.append((hot_source, target))
+            else:
+                moves.thaws.append((sources[row], target))
+        return moves
+
     def _step(self, num_new: int, need: "_Need") -> StepMetadata:
         size = self.block_size
         seq_lens = self.seq_lens
         width = max(1, -(-int(seq_lens.max()) // size))
-        block_table = self.block_ids[:, :width].copy()
         tokens = (seq_lens - num_new)[:, None] + np.arange(num_new, dtype=np.int32)[None]
-        rows = np.arange(self.num_rows)[:, None]
-        slots = block_table[rows, np.maximum(tokens, 0) // size] * size + tokens % size
+        is_stored = tokens >= need.store_from[:, None]
+
+        def slots(table: np.ndarray) -> np.ndarray:
+            block_ids = table[np.arange(self.num_rows)[:, None], np.maximum(tokens, 0) // size]
+            return np.where(is_stored & (block_ids != 0), block_ids * size + tokens % size, -1)
+
+        block_table = self.block_ids[:, :width].copy()
+        hot_table = hot_slots = quantized = None
+        if self.hot is not None:
+            hot_table = self.hot.ids[:, :width].copy()
+            hot_slots = slots(hot_table)
+            rows, blocks = np.nonzero(need.is_new[:, :width] & ~need.is_new_hot[:, :width])
+            first_columns = blocks * size - (seq_lens - num_new)[rows]
+            quantized = np.stack([rows, first_columns, block_table[rows, blocks]], axis=1)
         return StepMetadata(
             block_table=block_table,
+            hot_table=hot_table,
             seq_lens=seq_lens,
             padding=self.padding,
-            slots=np.where(tokens >= need.store_from[:, None], slots, -1),
+            slots=slots(block_table),
+            hot_slots=hot_slots,
+            quantized=quantized,
             num_columns=self.num_columns,
             block_size=size,
             new_tokens_stored=bool((need.store_from <= need.old_lens).all()),
@@ -282,25 +346,39 @@ class BlockTable:
 
 
 class _Need(NamedTuple):
-    """What it takes to extend a table. Arrays are `[num_rows]`.
+    """What it takes to extend a table. Arrays without a stated shape are `[num_rows]`.
 
     Attributes:
         padding: leading padding of each row afterwards.
         old_lens: tokens of each row before.
         store_from: first new token that is stored.
-        first_block: first logical block that is new.
-        blocks: new blocks.
+        is_new: bool `[num_rows, width]`, which logical blocks are new.
         copying: rows whose last block has to be copied first.
+        is_new_hot: bool `[num_rows, width]`, which of the new blocks are hot.
+        opening: rows whose last block needs a new hot block.
+        last_block: logical block in which each row goes on.
     """
 
     padding: np.ndarray
     old_lens: np.ndarray
     store_from: np.ndarray
-    first_block: np.ndarray
-    blocks: np.ndarray
+    is_new: np.ndarray
     copying: list[int]
+    is_new_hot: np.ndarray
+    opening: list[int]
+    last_block: np.ndarray
 
     @property
     def count(self) -> int:
         """Blocks to be allocated."""
-        return int(self.blocks.sum()) + len(self.copying)
+        return int(self.is_new.sum()) + len(self.copying)
+
+    @property
+    def hot_count(self) -> int:
+        """Hot blocks to be allocated."""
+        return int(self.is_new_hot.sum()) + len(self.opening)
+
+    @property
+    def width(self) -> int:
+        """Logical blocks of the rows afterwards."""
+        return self.is_new.shape[1]

@@ -206,12 +206,12 @@ class Conservation(RuleBasedStateMachine):
             assert len(self.evicted) == num_evicted
             del error  # its traceback holds the table
             return
-        step, copies = table.extend(len(cache.rows), num_new, attended, keep_past=keep_past)
+        step, moves = table.extend(len(cache.rows), num_new, attended, keep_past=keep_past)
         for block in self.evicted:
             self.retained.discard(block)
             self.content(block)[:] = GONE
         self.evicted.clear()
-        for source, target in copies:
+        for source, target in moves.copies:
             self.content(target)[:] = self.content(source)
         self.write(cache, step, leading, num_new)
         if table.window is not None and not keep_past:

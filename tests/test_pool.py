@@ -1,6 +1,7 @@
 """`GroupPool`: memory of the layers of a group, how it grows, and limits that are exact to the block and the byte."""
 
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ import torch
 from hf_paged_kernels import KVBlocks
 
 from hf_paged_cache.budget import MemoryBudget
-from hf_paged_cache.codecs import Geometry, RawCodec, make_codec
+from hf_paged_cache.codecs import Codec, Geometry, RawCodec, make_codec
 from hf_paged_cache.errors import InvalidArgumentError, OutOfBlocks
+from hf_paged_cache.hot import Moves
 from hf_paged_cache.pool import GROWTH, GroupPool, LayerPool
 from hf_paged_cache.tables import BlockTable
 
@@ -42,8 +44,13 @@ def states(heads: int = 2, key_dim: int = 8, value_dim: int | None = None) -> tu
     return torch.zeros(1, heads, 1, key_dim), torch.zeros(1, heads, 1, value_dim or key_dim)
 
 
+def always(codec: Codec) -> Callable[[int], Codec]:
+    """The same codec for every layer."""
+    return lambda layer_idx: codec
+
+
 def make_pool(num_layers: int = 1, *, limit: int | None = None, **options: object) -> GroupPool:
-    pool = GroupPool(MeteredCodec(), SIZE, num_layers, MemoryBudget(limit), **options)
+    pool = GroupPool(always(MeteredCodec()), SIZE, num_layers, MemoryBudget(limit), **options)
     for layer_idx in range(num_layers):
         pool.layer(layer_idx, *states())
     return pool
@@ -74,9 +81,8 @@ class TestLayerPool:
             layer.grow(num_blocks)
             assert layer.blocks.num_blocks == num_blocks
             assert layer.num_bytes == num_blocks * layer.block_bytes == sum(p.nbytes for p in layer.blocks.planes)
-            index = step.token_index(0, 6, layer.blocks)
-            assert torch.equal(layer.codec.read_key(layer.blocks, index), key)
-            assert torch.equal(layer.codec.read_value(layer.blocks, index), value)
+            assert torch.equal(layer.codec.read(layer.blocks, "key", step, 0, 6), key)
+            assert torch.equal(layer.codec.read(layer.blocks, "value", step, 0, 6), value)
 
     def test_no_graph_is_kept(self):
         pool = make_pool()
@@ -84,7 +90,7 @@ class TestLayerPool:
         key = torch.randn(1, 2, 3, 8, requires_grad=True)
         pool.layers[0].write(key, key * 2, step)
         layer = pool.layers[0]
-        assert not layer.codec.read_key(layer.blocks, step.token_index(0, 3, layer.blocks)).requires_grad
+        assert not layer.codec.read(layer.blocks, "key", step, 0, 3).requires_grad
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
     def test_block_bytes_are_those_of_the_tensors(self, dtype):
@@ -123,7 +129,7 @@ class TestGrowth:
     def test_the_peak_is_the_new_size_plus_one_layer(self):
         """Measured on the tensors, with layers of unequal size."""
         pool = make_pool(num_layers=0)
-        codec: MeteredCodec = pool._codec
+        codec: MeteredCodec = pool._codec_of(0)
         for layer_idx, key_dim in enumerate([8, 24, 8, 16]):
             pool.layer(layer_idx, *states(key_dim=key_dim))
         for count in (100, 3, 50, 1, 200):
@@ -149,17 +155,17 @@ class TestGrowth:
         for layer in pool.layers.values():
             for plane in layer.blocks.planes:
                 plane.copy_(torch.randn_like(plane))
-        pool.copy([(1, 3), (2, 4)])
+        pool.move(Moves([(1, 3), (2, 4)], [], []))
         for layer in pool.layers.values():
             for plane in layer.blocks.planes:
                 assert torch.equal(plane[:, 3:5], plane[:, 1:3])
-        pool.copy([])
+        pool.move(Moves([], [], []))
         assert pool.copies == 2
 
     def test_a_failure_half_way_leaves_a_pool_that_can_be_used(self):
         """Memory runs out at the second layer: nothing is lost or counted twice, and a later attempt succeeds."""
         pool = make_pool(num_layers=0)
-        codec: MeteredCodec = pool._codec
+        codec: MeteredCodec = pool._codec_of(0)
         for layer_idx, key_dim in enumerate([8, 16]):
             pool.layer(layer_idx, *states(key_dim=key_dim))
         held = pool.allocate(5)
@@ -207,7 +213,7 @@ class TestLimits:
         needed = -(-num_tokens // SIZE)
         bytes_needed = (needed + 1) * num_layers * BLOCK_BYTES
         for limit, is_enough in ((bytes_needed, True), (bytes_needed - 1, False)):
-            pool = GroupPool(MeteredCodec(), SIZE, num_layers, MemoryBudget(limit))
+            pool = GroupPool(always(MeteredCodec()), SIZE, num_layers, MemoryBudget(limit))
             pool.layer(0, *states())
             table = table_over(pool)
             if is_enough:
@@ -232,7 +238,7 @@ class TestLimits:
             exhaust(pool, count)
         assert pool.allocator.num_referenced >= 18
         assert pool._budget.peak <= limit
-        assert pool._codec.peak <= limit
+        assert pool._codec_of(0).peak <= limit
 
     def test_all_that_a_limit_allows_is_allocated_at_once(self):
         """So that nothing is ever moved; only groups that share a budget grow step by step."""
@@ -298,7 +304,7 @@ class TestSharing:
     def test_bytes_come_back_with_the_last_holder(self):
         budget = MemoryBudget(100 * BLOCK_BYTES)
         codec = MeteredCodec()
-        pool = GroupPool(codec, SIZE, 1, budget)
+        pool = GroupPool(always(codec), SIZE, 1, budget)
         pool.layer(0, *states())
         table = table_over(pool)
         table.extend(1, 9)
@@ -311,7 +317,7 @@ class TestSharing:
 
     def test_groups_share_one_budget(self):
         budget = MemoryBudget(20 * BLOCK_BYTES)
-        first, second = (GroupPool(MeteredCodec(), SIZE, 1, budget, is_only_group=False) for _ in range(2))
+        first, second = (GroupPool(always(MeteredCodec()), SIZE, 1, budget, is_only_group=False) for _ in range(2))
         first.layer(0, *states())
         second.layer(0, *states())
         first.allocate(8)

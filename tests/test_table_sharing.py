@@ -77,12 +77,12 @@ class TestCopyOnWrite:
         assert table.blocks_to_extend(num_new, None, keep_past=False) == (
             3 * (blocks_of(num_columns + num_new) - blocks_of(num_columns)) + (2 if num_columns % SIZE else 0)
         )
-        step, copies = table.extend(3, num_new)
+        step, moves = table.extend(3, num_new)
 
         if num_columns % SIZE == 0:
-            assert copies == []
+            assert moves.copies == []
             return
-        sources, targets = zip(*copies, strict=True)
+        sources, targets = zip(*moves.copies, strict=True)
         assert sources == (last, last)
         written = step.block_table[:, num_columns // SIZE]
         assert sorted(written.tolist()) == sorted([last, *targets])
@@ -95,11 +95,11 @@ class TestCopyOnWrite:
         table, _ = make_table()
         table.extend(1, 6)
         fork = table.fork(1)
-        _, copies = fork.extend(1, 1)
-        assert copies == [(2, 3)]
+        _, moves = fork.extend(1, 1)
+        assert moves.copies == [(2, 3)]
         assert table.block_ids[0, :2].tolist() == [1, 2]
         assert fork.block_ids[0, :2].tolist() == [1, 3]
-        assert table.extend(1, 1)[1] == []
+        assert table.extend(1, 1)[1].copies == []
 
     def test_a_fork_that_is_gone_needs_no_copy(self):
         """Nor the block for it: a full pool is no obstacle."""
@@ -108,8 +108,8 @@ class TestCopyOnWrite:
         fork = table.fork(4)
         del fork
         assert table.blocks_to_extend(1, None, keep_past=False) == 0
-        step, copies = table.extend(1, 1)
-        assert copies == []
+        step, moves = table.extend(1, 1)
+        assert moves.copies == []
         assert slots(step) == [[10]]
         assert allocator.num_referenced == 2
 
@@ -118,26 +118,26 @@ class TestCopyOnWrite:
         table.extend(1, 8)
         fork = table.fork(1)
         fork.crop(7)
-        _, copies = fork.extend(1, 1)
-        assert copies == [(2, 3)]
-        assert table.extend(1, 1)[1] == []
+        _, moves = fork.extend(1, 1)
+        assert moves.copies == [(2, 3)]
+        assert table.extend(1, 1)[1].copies == []
 
     def test_only_rows_that_write_copy(self):
         """Rows of unequal padding: some end at a block edge, some within a block, one has not begun."""
         table, _ = make_table()
         table.extend(3, 6, mask("xxxxxx", "..xxxx", "......"))
         table.select(np.array([0, 0, 1, 1, 2, 2]))
-        _, copies = table.extend(6, 1, mask("x", "x", "x", "x", ".", "."))
-        assert len(copies) == 1
-        assert copies[0][0] == 2
+        _, moves = table.extend(6, 1, mask("x", "x", "x", "x", ".", "."))
+        assert len(moves.copies) == 1
+        assert moves.copies[0][0] == 2
 
     def test_a_copy_that_the_window_makes_needless_is_not_made(self):
         """A chunk so long that the shared block is behind the window when it ends."""
         table, _ = make_table(window=3)
         table.extend(1, 6)
         table.select(np.array([0, 0]))
-        _, copies = table.extend(2, 9)
-        assert copies == []
+        _, moves = table.extend(2, 9)
+        assert moves.copies == []
 
 
 class TestOutOfBlocks:
@@ -223,7 +223,7 @@ def test_a_block_whose_content_is_known_is_copied_before_it_is_written() -> None
     known = int(table.block_ids[0, 1])
     allocator.retain([known])
     table.crop(5)
-    _, copies = table.extend(1, 1)
-    assert copies == [(known, int(table.block_ids[0, 1]))]
+    _, moves = table.extend(1, 1)
+    assert moves.copies == [(known, int(table.block_ids[0, 1]))]
     assert table.block_ids[0, 1] != known
     assert allocator.num_reusable == 1

@@ -11,16 +11,16 @@ from tests.small_tables import SIZE, blocks_of, make_table, mask, slots, state
 class TestExtend:
     def test_rows_fill_their_blocks(self):
         table, allocator = make_table()
-        step, copies = table.extend(2, 5)
-        assert copies == []
+        step, moves = table.extend(2, 5)
+        assert moves.copies == []
         assert step.block_table.tolist() == [[1, 2], [3, 4]]
         assert step.seq_lens.tolist() == [5, 5]
         assert slots(step) == [[4, 5, 6, 7, 8], [12, 13, 14, 15, 16]]
         assert (step.num_columns, step.query_length, step.first_column) == (5, 5, 0)
         assert step.new_tokens_stored
 
-        step, copies = table.extend(2, 3)
-        assert copies == []
+        step, moves = table.extend(2, 3)
+        assert moves.copies == []
         assert step.block_table.tolist() == [[1, 2], [3, 4]]
         assert slots(step) == [[9, 10, 11], [17, 18, 19]]
         assert allocator.num_referenced == 4
@@ -118,10 +118,10 @@ class TestCrop:
         assert table.num_columns == kept
         assert table.seq_lens.tolist() == [kept, max(kept - 3, 0)]
         assert allocator.num_referenced == blocks_of(kept) + blocks_of(max(kept - 3, 0))
-        step, copies = table.extend(
+        step, moves = table.extend(
             2, 13 - kept, mask("x" * (13 - kept), "." * max(3 - kept, 0) + "x" * min(13 - kept, 10))
         )
-        assert copies == []
+        assert moves.copies == []
         assert step.seq_lens.tolist() == [13, 10]
         stays = blocks_of(kept)
         assert step.block_table[0, :stays].tolist() == first_blocks[0, :stays].tolist()

@@ -1,28 +1,75 @@
-"""How keys and values are stored in blocks: one codec a file, picked by name."""
+"""How keys and values are stored in blocks: one codec a file, picked by name or by a `KVQuant`."""
 
 from typing import get_args
 
 from hf_paged_kernels import Backend
 
 from hf_paged_cache.codecs.base import Codec, Geometry
+from hf_paged_cache.codecs.grouped import GroupedCodec
+from hf_paged_cache.codecs.quant import PRESETS, KVQuant
 from hf_paged_cache.codecs.raw import RawCodec
+from hf_paged_cache.codecs.scaled import Fp8Codec, Int8Codec
 from hf_paged_cache.errors import InvalidArgumentError
+from hf_paged_cache.hot import HotPolicy
 
-CODECS: dict[str, type[Codec]] = {"raw": RawCodec}
+_TOKEN_WISE: dict[str, type[Codec]] = {"raw": RawCodec, "int8": Int8Codec, "fp8": Fp8Codec}
+
+CODECS = (*_TOKEN_WISE, *PRESETS)
+"""The names that `PagedCache(config, kv=...)` takes."""
 
 
-def make_codec(kv: str, backend: Backend | None = None) -> Codec:
-    """The codec called `kv`, on the kernels called `backend`.
+class LayerCodecs:
+    """The codec of each layer.
+
+    Args:
+        kv: a name from `CODECS`, or the details.
+        backend: as in `Codec`.
+
+    Attributes:
+        hot: what stays exact in layers that quantize whole blocks; `None` if there are none.
+
+    Raises:
+        InvalidArgumentError: there is no codec of that name, or two layers are to keep different tokens exact.
+    """
+
+    def __init__(self, kv: str | KVQuant, backend: Backend | None = None) -> None:
+        if backend is not None and backend not in get_args(Backend):
+            names = ", ".join(map(repr, get_args(Backend)))
+            raise InvalidArgumentError(f"unknown backend={backend!r}: expected one of {names}, or None")
+        self._default = make_codec(kv, backend)
+        others = dict(kv.layers) if isinstance(kv, KVQuant) else {}
+        if self._default.hot is not None:
+            # Layers with a window hold little and would lose the most.
+            others.setdefault("sliding", "raw")
+        self._others = {layer: make_codec(choice, backend) for layer, choice in others.items()}
+        policies = {codec.hot for codec in (self._default, *self._others.values())} - {None}
+        if len(policies) > 1:
+            raise InvalidArgumentError(f"hot_window and sink have to be the same in all layers, not {policies}")
+        self.hot: HotPolicy | None = next(iter(policies), None)
+
+    def of(self, layer_idx: int, *, is_sliding: bool) -> Codec:
+        """The codec of a layer."""
+        default = self._others.get("sliding", self._default) if is_sliding else self._default
+        return self._others.get(layer_idx, default)
+
+
+def make_codec(kv: str | KVQuant, backend: Backend | None = None) -> Codec:
+    """The codec that `kv` names or describes, on the kernels called `backend`.
 
     Raises:
         InvalidArgumentError: there is none of that name.
     """
-    if not isinstance(kv, str) or kv not in CODECS:
-        raise InvalidArgumentError(f"unknown kv={kv!r}: expected one of {', '.join(map(repr, CODECS))}")
-    if backend is not None and backend not in get_args(Backend):
-        names = ", ".join(map(repr, get_args(Backend)))
-        raise InvalidArgumentError(f"unknown backend={backend!r}: expected one of {names}, or None")
-    return CODECS[kv](backend)
+    if isinstance(kv, str) and kv in CODECS:
+        if kv in _TOKEN_WISE:
+            return _TOKEN_WISE[kv](backend)
+        kv = KVQuant(kv)
+    if not isinstance(kv, KVQuant):
+        names = ", ".join(map(repr, CODECS))
+        raise InvalidArgumentError(f"unknown kv={kv!r}: expected one of {names}, or a KVQuant")
+    if kv.is_token_wise:
+        return _TOKEN_WISE[kv.base](backend)
+    kv = kv.filled()
+    return GroupedCodec(kv.base, kv.key_bits, kv.value_bits, kv.value_group, HotPolicy(kv.hot_window, kv.sink), backend)
 
 
-__all__ = ["CODECS", "Codec", "Geometry", "RawCodec", "make_codec"]
+__all__ = ["CODECS", "Codec", "Geometry", "GroupedCodec", "KVQuant", "LayerCodecs", "RawCodec", "make_codec"]

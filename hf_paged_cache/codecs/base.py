@@ -2,9 +2,12 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
-from hf_paged_kernels import Backend, KVBlocks, StepMetadata, TokenIndex
+from hf_paged_kernels import Backend, Blocks, StepMetadata, paged_attention, read_columns, write_kv
+
+from hf_paged_cache.hot import HotPolicy
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Geometry:
 
 
 class Codec(ABC):
-    """Stores keys and values in blocks and reads them back.
+    """Stores keys and values in blocks, reads them back, and attends to them.
 
     Args:
         backend: the kernels that write, copy and attend to its blocks; `None` for those that suit the device.
@@ -58,6 +61,9 @@ class Codec(ABC):
     is_exact: bool
     """Whether what is read back is bit for bit what was written."""
 
+    hot: HotPolicy | None = None
+    """What stays exact, for codecs that quantize whole blocks."""
+
     def __init__(self, backend: Backend | None = None) -> None:
         self.backend = backend
 
@@ -66,17 +72,34 @@ class Codec(ABC):
         """Bytes of one block of one layer, scales and the like included."""
 
     @abstractmethod
-    def allocate(self, geometry: Geometry, block_size: int, num_blocks: int) -> KVBlocks:
-        """Blocks with undefined content."""
+    def allocate(self, geometry: Geometry, block_size: int, num_blocks: int) -> Blocks:
+        """Blocks with undefined content.
 
-    @abstractmethod
-    def write(self, blocks: KVBlocks, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:
+        Raises:
+            UnsupportedError: the codec cannot store keys or values of that width.
+        """
+
+    def write(self, blocks: Blocks, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:
         """Stores the new tokens `[batch, num_kv_heads, query_length, dim]` of a step."""
+        write_kv(blocks, key, value, step, backend=self.backend)
 
-    @abstractmethod
-    def read_key(self, blocks: KVBlocks, index: TokenIndex) -> torch.Tensor:
-        """Keys `[batch, num_kv_heads, tokens, key_dim]` in the model's dtype, zero for tokens not stored."""
+    def read(
+        self, blocks: Blocks, part: Literal["key", "value"], step: StepMetadata, first_column: int, last_column: int
+    ) -> torch.Tensor:
+        """Keys or values of the columns `first_column..last_column - 1` in the model's dtype.
 
-    @abstractmethod
-    def read_value(self, blocks: KVBlocks, index: TokenIndex) -> torch.Tensor:
-        """Values `[batch, num_kv_heads, tokens, value_dim]` in the model's dtype, zero for tokens not stored."""
+        Returns:
+            `[batch, num_kv_heads, columns, dim]`, zero for tokens that are not stored.
+        """
+        return read_columns(blocks, part, step, first_column, last_column)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        blocks: Blocks,
+        step: StepMetadata,
+        new_kv: tuple[torch.Tensor, torch.Tensor] | None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Attention as `hf_paged_kernels.paged_attention` defines it, whose `options` these are."""
+        return paged_attention(query, blocks, step, new_kv=new_kv, backend=self.backend, **options)

@@ -1,7 +1,7 @@
 """Keys and values as the model computed them."""
 
 import torch
-from hf_paged_kernels import KVBlocks, StepMetadata, TokenIndex, gather_tokens, write_kv
+from hf_paged_kernels import KVBlocks
 
 from hf_paged_cache.codecs.base import Codec, Geometry
 
@@ -25,12 +25,3 @@ class RawCodec(Codec):
                 key=torch.empty(*shape, geometry.key_dim, dtype=geometry.key_dtype, device=geometry.device),
                 value=torch.empty(*shape, geometry.value_dim, dtype=geometry.value_dtype, device=geometry.device),
             )
-
-    def write(self, blocks: KVBlocks, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:
-        write_kv(blocks, key, value, step, backend=self.backend)
-
-    def read_key(self, blocks: KVBlocks, index: TokenIndex) -> torch.Tensor:
-        return gather_tokens(blocks.key, index)
-
-    def read_value(self, blocks: KVBlocks, index: TokenIndex) -> torch.Tensor:
-        return gather_tokens(blocks.value, index)

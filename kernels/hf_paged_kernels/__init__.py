@@ -4,14 +4,22 @@ The package knows blocks, steps and tensors; it imports neither transformers nor
 """
 
 from hf_paged_kernels.dispatch import Backend, block_mass, copy_blocks, paged_attention, write_kv
-from hf_paged_kernels.layout import KVBlocks, TokenIndex, gather_tokens
+from hf_paged_kernels.grouped import GroupedBlocks, HotColdBlocks
+from hf_paged_kernels.layout import Blocks, KVBlocks, TokenIndex, gather_tokens
+from hf_paged_kernels.reading import read_columns
 from hf_paged_kernels.reference import dense_attention
+from hf_paged_kernels.scaled import ScaledBlocks
 from hf_paged_kernels.step import DeviceStep, StepMetadata
+from hf_paged_kernels.write import seal_blocks, thaw_blocks
 
 __all__ = [
     "Backend",
+    "Blocks",
     "DeviceStep",
+    "GroupedBlocks",
+    "HotColdBlocks",
     "KVBlocks",
+    "ScaledBlocks",
     "StepMetadata",
     "TokenIndex",
     "block_mass",
@@ -19,5 +27,8 @@ __all__ = [
     "dense_attention",
     "gather_tokens",
     "paged_attention",
+    "read_columns",
+    "seal_blocks",
+    "thaw_blocks",
     "write_kv",
 ]

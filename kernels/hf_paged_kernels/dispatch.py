@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 
 from hf_paged_kernels import mass, reference, write
-from hf_paged_kernels.layout import KVBlocks
+from hf_paged_kernels.layout import Blocks, KVBlocks
 from hf_paged_kernels.step import StepMetadata
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ ENVIRONMENT = "HF_PAGED_KERNELS"
 
 def paged_attention(
     query: torch.Tensor,
-    blocks: KVBlocks,
+    blocks: Blocks,
     step: StepMetadata,
     *,
     scale: float,
@@ -73,7 +73,7 @@ def paged_attention(
 
 def block_mass(
     query: torch.Tensor,
-    blocks: KVBlocks,
+    blocks: Blocks,
     step: StepMetadata,
     lse: torch.Tensor,
     *,
@@ -109,7 +109,7 @@ def block_mass(
 
 
 def write_kv(
-    blocks: KVBlocks,
+    blocks: Blocks,
     key: torch.Tensor,
     value: torch.Tensor,
     step: StepMetadata,
@@ -120,18 +120,17 @@ def write_kv(
 
     Args:
         blocks: blocks of the layer; changed in place.
-        key: `[batch, num_kv_heads, query_length, key_dim]`, in the dtype of the blocks.
+        key: `[batch, num_kv_heads, query_length, key_dim]`, in the model's dtype.
         value: `[batch, num_kv_heads, query_length, value_dim]`
         step: the forward pass. Tokens whose slot is -1 are passed over.
         backend: as in `choose`.
     """
-    module = _triton() if choose(key.device, backend) == "triton" else write
+    is_raw = isinstance(blocks, KVBlocks)
+    module = _triton() if is_raw and choose(key.device, backend) == "triton" else write
     module.write_kv(blocks, key, value, step)
 
 
-def copy_blocks(
-    layers: Sequence[KVBlocks], pairs: Sequence[tuple[int, int]], *, backend: Backend | None = None
-) -> None:
+def copy_blocks(layers: Sequence[Blocks], pairs: Sequence[tuple[int, int]], *, backend: Backend | None = None) -> None:
     """Copies whole blocks, all planes of them, in every layer.
 
     Args:
@@ -139,9 +138,9 @@ def copy_blocks(
         pairs: `(source, target)` block ids. No target may be a source.
         backend: as in `choose`.
     """
-    by_device: dict[torch.device, list[KVBlocks]] = {}
+    by_device: dict[torch.device, list[Blocks]] = {}
     for blocks in layers if pairs else ():
-        by_device.setdefault(blocks.key.device, []).append(blocks)
+        by_device.setdefault(blocks.device, []).append(blocks)
     for device, on_device in by_device.items():
         module = _triton() if choose(device, backend) == "triton" else write
         module.copy_blocks(on_device, pairs)
@@ -172,7 +171,7 @@ def choose(device: torch.device, backend: Backend | None = None) -> Backend:
     return "reference"
 
 
-def _implementation(query: torch.Tensor, blocks: KVBlocks, backend: Backend | None) -> ModuleType | None:
+def _implementation(query: torch.Tensor, blocks: Blocks, backend: Backend | None) -> ModuleType | None:
     """The kernels that attend; `None` for plain PyTorch."""
     if choose(query.device, backend) != "triton":
         return None

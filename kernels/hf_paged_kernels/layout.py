@@ -1,14 +1,60 @@
 """How keys and values lie in the blocks of one layer."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import torch
 
+Part = Literal["key", "value"]
+
+
+class Blocks(ABC):
+    """All blocks of one layer, in some format.
+
+    Each plane is `[num_kv_heads, num_blocks, ...]`: the first one has an entry for each token next, and none shares
+    memory with another.
+    """
+
+    @property
+    @abstractmethod
+    def planes(self) -> tuple[torch.Tensor, ...]:
+        """Everything that a block consists of."""
+
+    @property
+    @abstractmethod
+    def dims(self) -> tuple[int, int]:
+        """Width of a key and of a value."""
+
+    @abstractmethod
+    def read_blocks(self, part: Part, block_ids: torch.Tensor) -> torch.Tensor:
+        """Keys or values of whole blocks in the model's dtype, `[num_kv_heads, n, block_size, dim]`.
+
+        Args:
+            block_ids: int64 `[n]`. Slots that were never written read as anything.
+        """
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.planes[0].shape[0]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.planes[0].shape[1]
+
+    @property
+    def block_size(self) -> int:
+        return self.planes[0].shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        return self.planes[0].device
+
 
 @dataclass(frozen=True, eq=False)
-class KVBlocks:
+class KVBlocks(Blocks):
     """All blocks of one layer, in the model's dtype.
 
         key[head]:   block 0: [ token 0 | ... | token block_size - 1 ]     each token: key_dim values
@@ -19,9 +65,6 @@ class KVBlocks:
     first: blocks whose ids follow each other are then, for each head, one array of tokens, which any attention kernel
     can read in place as `[num_kv_heads, tokens, dim]`.
 
-    Formats that store more (scales, zero points) add planes of their own, with the same first three dimensions or
-    without the last of them.
-
     Attributes:
         key: `[num_kv_heads, num_blocks, block_size, key_dim]`
         value: `[num_kv_heads, num_blocks, block_size, value_dim]`; `value_dim` may differ from `key_dim`.
@@ -31,20 +74,15 @@ class KVBlocks:
     value: torch.Tensor
 
     @property
-    def num_kv_heads(self) -> int:
-        return self.key.shape[0]
-
-    @property
-    def num_blocks(self) -> int:
-        return self.key.shape[1]
-
-    @property
-    def block_size(self) -> int:
-        return self.key.shape[2]
-
-    @property
     def planes(self) -> tuple[torch.Tensor, ...]:
         return (self.key, self.value)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        return self.key.shape[-1], self.value.shape[-1]
+
+    def read_blocks(self, part: Part, block_ids: torch.Tensor) -> torch.Tensor:
+        return getattr(self, part).index_select(1, block_ids)
 
     @cached_property
     def token_planes(self) -> tuple[torch.Tensor, ...]:
@@ -70,7 +108,7 @@ class TokenIndex:
     shape: tuple[int, int, int]
 
     @classmethod
-    def from_slots(cls, slots: np.ndarray, blocks: KVBlocks) -> "TokenIndex":
+    def from_slots(cls, slots: np.ndarray, blocks: Blocks) -> "TokenIndex":
         """
         Args:
             slots: host int64 `[batch, tokens]`, `block id * block_size + offset`, or -1 for a token that is not
@@ -78,7 +116,7 @@ class TokenIndex:
             blocks: the blocks that the index is for.
         """
         batch, tokens = slots.shape
-        device = blocks.key.device
+        device = blocks.device
         heads = np.arange(blocks.num_kv_heads)[None, :, None]
         rows = heads * (blocks.num_blocks * blocks.block_size) + np.maximum(slots, 0)[:, None]
         stored = missing = None

@@ -7,17 +7,16 @@ together in the pool, or else copied out of their blocks, and then attended to l
 import torch
 import torch.nn.functional as F
 
-from hf_paged_kernels.layout import KVBlocks, gather_tokens
+from hf_paged_kernels.chunked import chunked_attention
+from hf_paged_kernels.layout import Blocks, KVBlocks, gather_tokens
+from hf_paged_kernels.scores import MAX_SCORES, attention_scores, softmax, weighted_values, work_dtype
 from hf_paged_kernels.step import StepMetadata
 from hf_paged_kernels.visibility import block_visibility, new_visibility, visible_range
-
-# Bound of the score matrix of one tile of queries, in elements, where scores are needed as such.
-MAX_SCORES = 1 << 24
 
 
 def paged_attention(
     query: torch.Tensor,
-    blocks: KVBlocks,
+    blocks: Blocks,
     step: StepMetadata,
     *,
     scale: float,
@@ -31,10 +30,23 @@ def paged_attention(
     """As `hf_paged_kernels.dispatch.paged_attention`, whose contract this defines."""
     needs_scores = _needs_scores(softcap, sinks, return_lse)
     if step.max_seq_len == 0:
-        out = query.new_zeros(*query.shape[:3], blocks.value.shape[-1])
+        out = query.new_zeros(*query.shape[:3], blocks.dims[1])
         return (out, _lse_of_nothing(query, sinks)) if return_lse else out
     if not needs_scores and _sees_only_fresh_tokens(step, window, new_kv, key_mask):
         return _causal_attention(query, *new_kv, step, scale)
+    if not isinstance(blocks, KVBlocks):
+        out, lse = chunked_attention(
+            query,
+            blocks,
+            step,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            new_kv=new_kv,
+            key_mask=key_mask,
+        )
+        return (out, lse) if return_lse else out
     key, value, visible = _visible_tokens(blocks, step, window, new_kv, key_mask)
     if needs_scores:
         out, lse = _attention_by_scores(query, key, value, visible, scale, softcap, sinks)
@@ -105,9 +117,9 @@ def dense_attention(
         scores = scores + bias
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
-    weights, _ = _softmax(scores, sinks)
+    weights, _ = softmax(scores, sinks)
     weights = F.dropout(weights, dropout, training=dropout > 0)
-    return _weighted_values(weights, value).to(query.dtype), weights.to(query.dtype)
+    return weighted_values(weights, value).to(query.dtype), weights.to(query.dtype)
 
 
 def _causal_attention(
@@ -233,46 +245,13 @@ def _attention_by_scores(
         scores = attention_scores(query[:, :, rows], key, scale, softcap)
         if visible is not None:
             scores = scores.masked_fill(~visible[:, None, rows], -torch.inf)
-        weights, lse = _softmax(scores, sinks)
-        outs.append(_weighted_values(weights, value).to(query.dtype))
+        weights, lse = softmax(scores, sinks)
+        outs.append(weighted_values(weights, value).to(query.dtype))
         lses.append(lse)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
-def attention_scores(query: torch.Tensor, key: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
-    """`[batch, num_heads, query_length, kv_length]` in float32, in float64 for a float64 query."""
-    batch, num_heads, query_length, dim = query.shape
-    work = _work_dtype(query)
-    # The query heads of a group are the rows of one product.
-    grouped = (query.to(work) * scale).reshape(batch, key.shape[1], -1, dim)
-    scores = torch.matmul(grouped, key.to(work).transpose(-1, -2))
-    scores = scores.view(batch, num_heads, query_length, -1)
-    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
-
-
-def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights like `scores`, zero where all scores are -inf, and the log-sum-exp `[batch, num_heads, query_length]`."""
-    if sinks is not None:
-        column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, column], dim=-1)
-    lse = scores.logsumexp(-1)
-    # A query that sees nothing has lse -inf; 0 in its place gives exp(-inf - 0) = 0.
-    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1))
-    return (weights if sinks is None else weights[..., :-1]), lse
-
-
 def _lse_of_nothing(query: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """The log-sum-exp `[batch, num_heads, query_length]` of queries that see no key."""
-    lse = torch.full(query.shape[:3], -torch.inf, dtype=_work_dtype(query), device=query.device)
+    lse = torch.full(query.shape[:3], -torch.inf, dtype=work_dtype(query), device=query.device)
     return lse if sinks is None else sinks.to(lse.dtype)[None, :, None].expand_as(lse)
-
-
-def _weighted_values(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`[batch, num_heads, query_length, value_dim]` in the dtype of `weights`."""
-    batch, num_heads, query_length, kv_length = weights.shape
-    grouped = weights.reshape(batch, value.shape[1], -1, kv_length)
-    return torch.matmul(grouped, value.to(weights.dtype)).view(batch, num_heads, query_length, -1)
-
-
-def _work_dtype(query: torch.Tensor) -> torch.dtype:
-    return torch.float64 if query.dtype == torch.float64 else torch.float32

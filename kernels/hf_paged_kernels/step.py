@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from hf_paged_kernels.layout import KVBlocks, TokenIndex
+from hf_paged_kernels.layout import Blocks, TokenIndex
 
 T = TypeVar("T")
 
@@ -38,6 +38,9 @@ class StepMetadata:
     Everything stands on the host, so that decisions need no wait for a device. `on(device)` uploads what kernels
     read; what a backend derives from a step (indices, masks) it keeps with `memo`.
 
+    Blocks that are quantized as a whole hold codes only once they are. Until then their tokens are in hot blocks, in
+    the model's dtype: `hot` is the same step as it sees those.
+
     Args:
         block_table: int32 `[batch, max_blocks]`; 0 (the null block) where nothing may be read.
         seq_lens: int32 `[batch]`, tokens of each row after this step.
@@ -46,6 +49,12 @@ class StepMetadata:
         num_columns: columns after this step.
         block_size: tokens a block.
         new_tokens_stored: whether all new tokens have a slot, so that attention may read them from the blocks.
+        hot_table: int32 `[batch, max_blocks]`, the hot block of each logical block; 0 where a row reads codes. `None`
+            if there are no hot blocks.
+        hot_slots: int32 `[batch, query_length]`, the slots of new columns in hot blocks; -1 for those that are
+            quantized at once.
+        quantized: int `[n, 3]`, blocks that the new tokens fill and that are quantized at once: row, column of the
+            first of their tokens among the new ones, block id.
     """
 
     def __init__(
@@ -58,6 +67,9 @@ class StepMetadata:
         num_columns: int,
         block_size: int,
         new_tokens_stored: bool,
+        hot_table: np.ndarray | None = None,
+        hot_slots: np.ndarray | None = None,
+        quantized: np.ndarray | None = None,
     ) -> None:
         self.block_table = block_table
         self.seq_lens = seq_lens
@@ -66,6 +78,8 @@ class StepMetadata:
         self.num_columns = num_columns
         self.block_size = block_size
         self.new_tokens_stored = new_tokens_stored
+        self.quantized = quantized
+        self._hot_table, self._hot_slots = hot_table, hot_slots
         self.batch, self.query_length = slots.shape
         self._memo: dict[Any, Any] = {}
 
@@ -91,6 +105,21 @@ class StepMetadata:
     def has_empty_queries(self) -> bool:
         """Whether some new column is leading padding, which attends to nothing."""
         return bool((self.seq_lens < self.query_length).any())
+
+    @cached_property
+    def hot(self) -> "StepMetadata | None":
+        """The step in hot blocks; `None` if there are none."""
+        if self._hot_table is None:
+            return None
+        return StepMetadata(
+            block_table=self._hot_table,
+            seq_lens=self.seq_lens,
+            padding=self.padding,
+            slots=self.slots if self._hot_slots is None else self._hot_slots,
+            num_columns=self.num_columns,
+            block_size=self.block_size,
+            new_tokens_stored=self.new_tokens_stored,
+        )
 
     def memo(self, key: Any, compute: Callable[[], T]) -> T:
         """`compute()`, done once a step for each `key`."""
@@ -124,18 +153,18 @@ class StepMetadata:
             present &= (columns < 0) | (slots >= 0)
         return np.where(present, block_ids * self.block_size + tokens % self.block_size, -1)
 
-    def column_index(self, first_column: int, last_column: int, blocks: KVBlocks) -> TokenIndex:
+    def column_index(self, first_column: int, last_column: int, blocks: Blocks) -> TokenIndex:
         """Index of the columns `first_column..last_column - 1` in `blocks`, for `gather_tokens`."""
         columns = np.arange(first_column, last_column)[None]
         return self._index(
             ("columns", first_column, last_column), blocks, lambda: self.slots_of(columns - self.padding[:, None])
         )
 
-    def token_index(self, first: int, last: int, blocks: KVBlocks) -> TokenIndex:
+    def token_index(self, first: int, last: int, blocks: Blocks) -> TokenIndex:
         """Index of the tokens `first..last - 1` of every row in `blocks`, for `gather_tokens`."""
         return self._index(("tokens", first, last), blocks, lambda: self.slots_of(np.arange(first, last)[None]))
 
-    def write_index(self, blocks: KVBlocks) -> TokenIndex:
+    def write_index(self, blocks: Blocks) -> TokenIndex:
         """Index of the new columns in `blocks`, for `write_kv`."""
         return self._index(("new",), blocks, lambda: self.slots)
 
@@ -151,8 +180,8 @@ class StepMetadata:
             return None
         return slice(int(slots[0]), int(slots[0]) + last - first)
 
-    def _index(self, key: tuple, blocks: KVBlocks, slots: Callable[[], np.ndarray]) -> TokenIndex:
-        key = (*key, blocks.num_kv_heads, blocks.num_blocks, blocks.key.device)
+    def _index(self, key: tuple, blocks: Blocks, slots: Callable[[], np.ndarray]) -> TokenIndex:
+        key = (*key, blocks.num_kv_heads, blocks.num_blocks, blocks.device)
         return self.memo(key, lambda: TokenIndex.from_slots(slots(), blocks))
 
     def _upload(self, device: torch.device) -> DeviceStep:

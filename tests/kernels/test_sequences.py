@@ -39,11 +39,11 @@ class Batch:
         mask = np.array([[mark == "x" for mark in row] for row in attended or ["x" * num_new] * num_rows])
         self.table.release_unkept()
         is_free = torch.from_numpy(self.allocator.references(np.arange(40)) == 0)
-        self.step, copies = self.table.extend(num_rows, num_new, mask, keep_past=keep_past)
+        self.step, moves = self.table.extend(num_rows, num_new, mask, keep_past=keep_past)
         for plane in self.blocks.planes:
             plane[:, is_free] = self.poison
-        if copies:
-            copy_blocks([self.blocks], copies)
+        if moves.copies:
+            copy_blocks([self.blocks], moves.copies)
         self.new_kv = (
             self.random(self.heads[1], num_new, self.dims[0]),
             self.random(self.heads[1], num_new, self.dims[1]),

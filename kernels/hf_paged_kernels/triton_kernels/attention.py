@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import triton
 
-from hf_paged_kernels.layout import KVBlocks
+from hf_paged_kernels.layout import Blocks, KVBlocks
 from hf_paged_kernels.step import StepMetadata
 from hf_paged_kernels.triton_kernels.attend import attend_kernel
 from hf_paged_kernels.triton_kernels.device import architecture, device_guard, processors, with_dense_dims
@@ -23,8 +23,10 @@ MIN_SPLIT_LENGTH = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def unsupported_reason(query: torch.Tensor, blocks: KVBlocks) -> str | None:
+def unsupported_reason(query: torch.Tensor, blocks: Blocks) -> str | None:
     """Why the kernels cannot do a call; `None` if they can."""
+    if not isinstance(blocks, KVBlocks):
+        return "quantized blocks"
     dims = (blocks.key.shape[-1], blocks.value.shape[-1])
     if query.dtype not in DTYPES or blocks.key.dtype != query.dtype or blocks.value.dtype != query.dtype:
         return f"dtype {query.dtype} with blocks in {blocks.key.dtype}"

@@ -1,0 +1,84 @@
+"""What a user says about quantization: a name, or the details."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from hf_paged_cache.arguments import is_integer
+from hf_paged_cache.errors import InvalidArgumentError
+
+BITS = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class KVQuant:
+    """How keys and values are quantized, in detail: `PagedCache(config, kv=KVQuant("int4", sink=128))`.
+
+    What is left out is as in `base`. Under `"int8"` and `"fp8"` every token is quantized by itself, when it is written,
+    and only `layers` applies. Under the others a block is quantized when it is full: keys in groups along its tokens,
+    values in groups along the channels, the first and the newest tokens not at all.
+
+    Args:
+        base: `"int8"`, `"fp8"`, `"int4"`, `"k8v4"`, `"k4v2"` or `"kivi2"`.
+        key_bits, value_bits: of a code: 2, 4 or 8.
+        value_group: channels of a value that share scale and zero. A width that it does not divide has smaller groups.
+        hot_window: newest tokens that stay exact, at least; what follows the last full block comes on top.
+        sink: first tokens of each row that stay exact, rounded up to whole blocks.
+        layers: other choices for single layers: a layer index, or `"sliding"` for all layers with a window, and for
+            each `"raw"`, another name, or a `KVQuant` with the same `hot_window` and `sink`.
+
+    Raises:
+        InvalidArgumentError: a value has no meaning.
+    """
+
+    base: str = "int4"
+    key_bits: int | None = None
+    value_bits: int | None = None
+    value_group: int | None = None
+    hot_window: int | None = None
+    sink: int | None = None
+    layers: Mapping[int | str, "str | KVQuant"] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.base not in (*TOKEN_WISE, *PRESETS):
+            names = ", ".join(map(repr, (*TOKEN_WISE, *PRESETS)))
+            raise InvalidArgumentError(f"KVQuant({self.base!r}): expected one of {names}")
+        given = [name for name in _DETAILS if getattr(self, name) is not None]
+        if given and self.base in TOKEN_WISE:
+            raise InvalidArgumentError(
+                f"KVQuant({self.base!r}) has no {', '.join(given)}: each token is quantized by itself, with 8 bits"
+            )
+        for name in ("key_bits", "value_bits"):
+            if getattr(self, name) not in (None, *BITS):
+                raise InvalidArgumentError(f"{name}={getattr(self, name)!r}: expected 2, 4 or 8")
+        for name, smallest in (("value_group", 8), ("hot_window", 0), ("sink", 0)):
+            value = getattr(self, name)
+            if value is not None and (not is_integer(value) or value < smallest):
+                raise InvalidArgumentError(f"{name}={value!r}: expected a whole number of at least {smallest}")
+        for layer, choice in self.layers.items():
+            if layer != "sliding" and (not is_integer(layer) or layer < 0):
+                raise InvalidArgumentError(f"layers={{{layer!r}: ...}}: expected a layer index, or 'sliding'")
+            if not isinstance(choice, str | KVQuant):
+                raise InvalidArgumentError(f"layers={{{layer!r}: {choice!r}}}: expected a name, or a KVQuant")
+
+    @property
+    def is_token_wise(self) -> bool:
+        """Whether each token is quantized by itself."""
+        return self.base in TOKEN_WISE
+
+    def filled(self) -> "KVQuant":
+        """With every detail given."""
+        if self.is_token_wise:
+            return self
+        preset = PRESETS[self.base]
+        given = {name: getattr(self, name) for name in _DETAILS if getattr(self, name) is not None}
+        return replace(self, **(preset | given))
+
+
+_DETAILS = ("key_bits", "value_bits", "value_group", "hot_window", "sink")
+TOKEN_WISE = ("int8", "fp8")
+PRESETS: dict[str, dict[str, int]] = {
+    "int4": {"key_bits": 4, "value_bits": 4, "value_group": 64, "hot_window": 64, "sink": 64},
+    "k8v4": {"key_bits": 8, "value_bits": 4, "value_group": 64, "hot_window": 64, "sink": 64},
+    "k4v2": {"key_bits": 4, "value_bits": 2, "value_group": 32, "hot_window": 64, "sink": 64},
+    "kivi2": {"key_bits": 2, "value_bits": 2, "value_group": 32, "hot_window": 64, "sink": 64},
+}

@@ -1,0 +1,140 @@
+"""Blocks of 2-, 4- or 8-bit codes in groups: `int4`, `k4v2`, `k8v4`, `kivi2`.
+
+    keys     code * scale + zero      scale and zero for each channel, over the tokens of a block
+    values   code * scale + zero      scale and zero for each token, over a group of channels
+
+Keys have channels that are large in every token, values do not (Liu et al., "KIVI", arXiv 2402.02750), so a block is
+quantized when it is full, once. Scale and zero are float16.
+
+Codes are packed along the channels: a byte of 4-bit codes holds the channels `d` and `d + dim / 2`, one of 2-bit codes
+`d`, `d + dim / 4`, `d + dim / 2`, `d + 3 dim / 4`. Unpacking by shifts then gives runs of neighbouring channels.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_paged_kernels.layout import Blocks, KVBlocks, Part
+
+LARGEST = torch.finfo(torch.float16).max
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedBlocks(Blocks):
+    """All blocks of one layer that have been quantized.
+
+    Attributes:
+        key: codes, uint8 `[num_kv_heads, num_blocks, block_size, key_dim * key_bits / 8]`
+        value: codes, uint8 `[num_kv_heads, num_blocks, block_size, value_dim * value_bits / 8]`
+        key_scale, key_zero: float16 `[num_kv_heads, num_blocks, key_dim]`
+        value_scale, value_zero: float16 `[num_kv_heads, num_blocks, block_size, value_dim / group]`
+        key_bits, value_bits: 2, 4 or 8.
+        dtype: the model's.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    key_scale: torch.Tensor
+    key_zero: torch.Tensor
+    value_scale: torch.Tensor
+    value_zero: torch.Tensor
+    key_bits: int
+    value_bits: int
+    dtype: torch.dtype
+
+    @property
+    def planes(self) -> tuple[torch.Tensor, ...]:
+        return (self.key, self.value, self.key_scale, self.key_zero, self.value_scale, self.value_zero)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        return self.key.shape[-1] * 8 // self.key_bits, self.value.shape[-1] * 8 // self.value_bits
+
+    def read_blocks(self, part: Part, block_ids: torch.Tensor) -> torch.Tensor:
+        planes = (getattr(self, part), getattr(self, f"{part}_scale"), getattr(self, f"{part}_zero"))
+        codes, scale, zero = (plane.index_select(1, block_ids) for plane in planes)
+        if part == "key":
+            states = unpacked(codes, self.key_bits) * scale.float()[:, :, None] + zero.float()[:, :, None]
+            return states.to(self.dtype)
+        groups = unpacked(codes, self.value_bits).unflatten(-1, (scale.shape[-1], -1))
+        return (groups * scale.float()[..., None] + zero.float()[..., None]).flatten(-2).to(self.dtype)
+
+    def quantize(self, key: torch.Tensor, value: torch.Tensor, block_ids: torch.Tensor) -> None:
+        """Quantizes and stores whole blocks.
+
+        Args:
+            key, value: `[num_kv_heads, n, block_size, dim]`
+            block_ids: int64 `[n]`
+        """
+        codes, scale, zero = quantized(key.float(), self.key_bits, axis=2)
+        groups = value.float().unflatten(-1, (self.value_scale.shape[-1], -1))
+        value_codes, value_scale, value_zero = quantized(groups, self.value_bits, axis=-1)
+        new = (
+            packed(codes, self.key_bits),
+            packed(value_codes.flatten(-2), self.value_bits),
+            scale.squeeze(2),
+            zero.squeeze(2),
+            value_scale.squeeze(-1),
+            value_zero.squeeze(-1),
+        )
+        for plane, states in zip(self.planes, new, strict=True):
+            plane.index_copy_(1, block_ids, states)
+
+
+@dataclass(frozen=True, eq=False)
+class HotColdBlocks(Blocks):
+    """All blocks of one layer: the quantized ones, and apart from them those that are still exact.
+
+    Attributes:
+        cold: codes by block id.
+        hot: keys and values in the model's dtype, by hot block.
+    """
+
+    cold: GroupedBlocks
+    hot: KVBlocks
+
+    @property
+    def planes(self) -> tuple[torch.Tensor, ...]:
+        return self.cold.planes
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        return self.hot.dims
+
+    def read_blocks(self, part: Part, block_ids: torch.Tensor) -> torch.Tensor:
+        return self.cold.read_blocks(part, block_ids)
+
+
+def quantized(states: torch.Tensor, bits: int, axis: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scale and zero of groups that run along `axis`.
+
+    Infinity counts as the largest value that can be stored. NaN makes the scale of its group NaN, and so the group.
+
+    Args:
+        states: float32 of any shape.
+
+    Returns:
+        Codes uint8 like `states`; scale and zero float16, 1 long in `axis`.
+    """
+    largest = 2**bits - 1
+    lowest, highest = (bound.clamp(-LARGEST, LARGEST) for bound in states.aminmax(dim=axis, keepdim=True))
+    scale, zero = ((highest - lowest) / largest).half(), lowest.half()
+    # The codes are those of the rounded scale and zero. Constants have scale 0 and codes 0.
+    codes = ((states - zero.float()) / scale.float()).nan_to_num(0.0, largest, 0.0).round().clamp(0, largest)
+    return codes.to(torch.uint8), scale, zero
+
+
+def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes uint8 `[..., dim]` as bytes `[..., dim * bits / 8]`."""
+    per_byte = 8 // bits
+    parts = codes.unflatten(-1, (per_byte, -1))
+    packed = parts[..., 0, :]
+    for position in range(1, per_byte):
+        packed = packed | parts[..., position, :] << bits * position
+    return packed
+
+
+def unpacked(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """What was packed, float32 `[..., dim]`."""
+    parts = [codes >> shift & 2**bits - 1 for shift in range(0, 8, bits)] if bits < 8 else [codes]
+    return torch.cat(parts, dim=-1).float()
