@@ -81,10 +81,10 @@ class LazyMask(LazyTensor):
 
 
 def _key_mask(padding_mask: torch.Tensor, step: StepMetadata) -> torch.Tensor | None:
-    if padding_mask.device.type == "cpu":
-        attended = padding_mask.numpy()
-        if np.array_equal(attended, np.arange(step.num_columns)[None] >= step.padding[:, None]):
-            return None
+    # Worth a wait for the device, once a step: without holes there are no masked tiles, and rows may share reads.
+    attended = padding_mask.cpu().numpy()
+    if np.array_equal(attended, np.arange(step.num_columns)[None] >= step.padding[:, None]):
+        return None
     columns = np.arange(step.max_seq_len)[None] + step.padding[:, None]
     columns = torch.from_numpy(np.minimum(columns, step.num_columns - 1).astype(np.int64))
     return padding_mask.gather(1, columns.to(padding_mask.device, non_blocking=True))

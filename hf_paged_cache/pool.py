@@ -13,9 +13,9 @@ from hf_paged_cache.codecs import Codec, Geometry
 from hf_paged_cache.errors import OutOfBlocks
 from hf_paged_cache.hot import Moves, Pairs
 
-# Without a limit a pool grows by a sixteenth at least. That bounds what is allocated and not used, and still copies
-# each token only 16 times on average, little beside the reads of one decode step over the same context.
-GROWTH = 16
+# Without a limit a pool grows by this part of it at least. That bounds what is allocated and not used, and still copies
+# a token only 64 times on average, as much as a few decode steps over the same context read.
+GROWTH = 64
 
 
 class LayerPool:

@@ -315,8 +315,8 @@ def test_a_pool_grows_geometrically(llama: Models, memory: Memory) -> None:
         for layer in range(3):
             cache.update(states, states, layer)
     used = cache.stats().blocks_used
-    assert cache.stats().blocks_total <= 17 / 16 * used + 1
-    assert memory.allocations <= 3 * 70  # by a sixteenth each time, and by single blocks while there are few
+    assert cache.stats().blocks_total <= 65 / 64 * used + 1
+    assert memory.allocations <= 3 * 160  # by a small part each time, and by single blocks while there are few
 
 
 def test_a_left_padded_batch_takes_little_more_than_its_tokens(llama: Models, prompts: Prompts) -> None:

@@ -8,6 +8,7 @@ from hf_paged_cache.codecs.base import Codec, Geometry
 from hf_paged_cache.codecs.grouped import GroupedCodec
 from hf_paged_cache.codecs.quant import PRESETS, KVQuant
 from hf_paged_cache.codecs.raw import RawCodec
+from hf_paged_cache.codecs.rotated import RotatedCodec
 from hf_paged_cache.codecs.scaled import Fp8Codec, Int8Codec
 from hf_paged_cache.errors import InvalidArgumentError
 from hf_paged_cache.hot import HotPolicy
@@ -66,10 +67,15 @@ def make_codec(kv: str | KVQuant, backend: Backend | None = None) -> Codec:
     if not isinstance(kv, KVQuant):
         names = ", ".join(map(repr, CODECS))
         raise InvalidArgumentError(f"unknown kv={kv!r}: expected one of {names}, or a KVQuant")
-    if kv.is_token_wise:
-        return _TOKEN_WISE[kv.base](backend)
     kv = kv.filled()
-    return GroupedCodec(kv.base, kv.key_bits, kv.value_bits, kv.value_group, HotPolicy(kv.hot_window, kv.sink), backend)
+    if kv.is_token_wise:
+        codec = _TOKEN_WISE[kv.base](backend)
+    else:
+        hot = HotPolicy(kv.hot_window, kv.sink)
+        codec = GroupedCodec(kv.base, kv.key_bits, kv.value_bits, kv.value_group, hot, backend)
+    if kv.rotate_keys or kv.rotate_values:
+        return RotatedCodec(codec, rotates_keys=kv.rotate_keys, rotates_values=kv.rotate_values)
+    return codec
 
 
 __all__ = ["CODECS", "Codec", "Geometry", "GroupedCodec", "KVQuant", "LayerCodecs", "RawCodec", "make_codec"]

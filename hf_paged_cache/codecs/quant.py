@@ -14,8 +14,8 @@ class KVQuant:
     """How keys and values are quantized, in detail: `PagedCache(config, kv=KVQuant("int4", sink=128))`.
 
     What is left out is as in `base`. Under `"int8"` and `"fp8"` every token is quantized by itself, when it is written,
-    and only `layers` applies. Under the others a block is quantized when it is full: keys in groups along its tokens,
-    values in groups along the channels, the first and the newest tokens not at all.
+    and only the rotations and `layers` apply. Under the others a block is quantized when it is full: keys in groups
+    along its tokens, values in groups along the channels, the first and the newest tokens not at all.
 
     Args:
         base: `"int8"`, `"fp8"`, `"int4"`, `"k8v4"`, `"k4v2"` or `"kivi2"`.
@@ -23,6 +23,8 @@ class KVQuant:
         value_group: channels of a value that share scale and zero. A width that it does not divide has smaller groups.
         hot_window: newest tokens that stay exact, at least; what follows the last full block comes on top.
         sink: first tokens of each row that stay exact, rounded up to whole blocks.
+        rotate_keys, rotate_values: multiply keys (and queries) or values by a Hadamard matrix before they are
+            quantized; it is undone when they are read.
         layers: other choices for single layers: a layer index, or `"sliding"` for all layers with a window, and for
             each `"raw"`, another name, or a `KVQuant` with the same `hot_window` and `sink`.
 
@@ -36,6 +38,8 @@ class KVQuant:
     value_group: int | None = None
     hot_window: int | None = None
     sink: int | None = None
+    rotate_keys: bool | None = None
+    rotate_values: bool | None = None
     layers: Mapping[int | str, "str | KVQuant"] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,18 +71,16 @@ class KVQuant:
 
     def filled(self) -> "KVQuant":
         """With every detail given."""
-        if self.is_token_wise:
-            return self
-        preset = PRESETS[self.base]
-        given = {name: getattr(self, name) for name in _DETAILS if getattr(self, name) is not None}
-        return replace(self, **(preset | given))
+        preset = {"rotate_keys": False, "rotate_values": False} if self.is_token_wise else PRESETS[self.base]
+        return replace(self, **{name: value for name, value in preset.items() if getattr(self, name) is None})
 
 
 _DETAILS = ("key_bits", "value_bits", "value_group", "hot_window", "sink")
 TOKEN_WISE = ("int8", "fp8")
+_COMMON = {"hot_window": 64, "sink": 64, "rotate_keys": False, "rotate_values": False}
 PRESETS: dict[str, dict[str, int]] = {
-    "int4": {"key_bits": 4, "value_bits": 4, "value_group": 64, "hot_window": 64, "sink": 64},
-    "k8v4": {"key_bits": 8, "value_bits": 4, "value_group": 64, "hot_window": 64, "sink": 64},
-    "k4v2": {"key_bits": 4, "value_bits": 2, "value_group": 32, "hot_window": 64, "sink": 64},
-    "kivi2": {"key_bits": 2, "value_bits": 2, "value_group": 32, "hot_window": 64, "sink": 64},
+    "int4": {"key_bits": 4, "value_bits": 4, "value_group": 64} | _COMMON,
+    "k8v4": {"key_bits": 8, "value_bits": 4, "value_group": 64} | _COMMON,
+    "k4v2": {"key_bits": 4, "value_bits": 2, "value_group": 32} | _COMMON,
+    "kivi2": {"key_bits": 2, "value_bits": 2, "value_group": 32} | _COMMON,
 }
