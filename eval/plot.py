@@ -15,6 +15,8 @@ _STYLES = {
     "dynamic": ("#000000", "o"),
     "quantized": ("#E69F00", "s"),
     "paged": ("#0072B2", "^"),
+    "int8": ("#CC79A7", "D"),
+    "int4": ("#F0E442", "P"),
     "paged+gather": ("#56B4E9", "v"),
     "paged+fork": ("#009E73", "D"),
 }

@@ -5,7 +5,7 @@
     python eval/speed.py --kernels --quick             attention alone, without a model (see --kernels --help)
 
 Measured are transformers' DynamicCache, its QuantizedCache (if optimum-quanto is installed), and PagedCache under its
-own attention (`paged`) and under sdpa, which gathers (`paged+gather`). All take turns in one process on the same model
+own attention, raw (`paged`) and quantized (`int8`, `int4`), and under sdpa, which gathers (`paged+gather`). All take turns in one process on the same model
 and prompts, and DynamicCache's tokens are what the others' are compared with.
 
 Steps are timed inside `generate`, from one call of a logits processor to the next (see `timing.py`): this is what a

@@ -49,6 +49,10 @@ def _paged(model: PreTrainedModel, inputs: Inputs, beams: int) -> Cache:
     return PagedCache(model.config)
 
 
+def _paged_as(kv: str) -> Callable[[PreTrainedModel, Inputs, int], Cache]:
+    return lambda model, inputs, beams: PagedCache(model.config, kv=kv)
+
+
 def _forked(model: PreTrainedModel, inputs: Inputs, beams: int) -> Cache:
     cache = PagedCache(model.config)
     prefill(model, cache, **inputs)
@@ -61,6 +65,8 @@ VARIANTS = {
         Variant(BASELINE, "DynamicCache", "sdpa", _dynamic),
         Variant("quantized", "QuantizedCache (quanto, 4 bit)", "sdpa", _quantized, lossy=True),
         Variant("paged", "PagedCache", "hf_paged", _paged),
+        Variant("int8", "PagedCache (int8)", "hf_paged", _paged_as("int8"), lossy=True),
+        Variant("int4", "PagedCache (int4)", "hf_paged", _paged_as("int4"), lossy=True),
         # Attention that knows nothing of blocks: every layer's keys and values are gathered for it.
         Variant("paged+gather", "PagedCache", "sdpa", _paged),
     )
