@@ -68,11 +68,7 @@ def make_codec(kv: str | KVQuant, backend: Backend | None = None) -> Codec:
         names = ", ".join(map(repr, CODECS))
         raise InvalidArgumentError(f"unknown kv={kv!r}: expected one of {names}, or a KVQuant")
     kv = kv.filled()
-    if kv.is_token_wise:
-        codec = _TOKEN_WISE[kv.base](backend)
-    else:
-        hot = HotPolicy(kv.hot_window, kv.sink)
-        codec = GroupedCodec(kv.base, kv.key_bits, kv.value_bits, kv.value_group, hot, backend)
+    codec = _TOKEN_WISE[kv.base](backend) if kv.is_token_wise else GroupedCodec(kv, backend)
     if kv.rotate_keys or kv.rotate_values:
         return RotatedCodec(codec, rotates_keys=kv.rotate_keys, rotates_values=kv.rotate_values)
     return codec

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hf_paged_cache.arguments import is_integer
 from hf_paged_cache.errors import InvalidArgumentError
@@ -20,7 +21,9 @@ class KVQuant:
     Args:
         base: `"int8"`, `"fp8"`, `"int4"`, `"k8v4"`, `"k4v2"` or `"kivi2"`.
         key_bits, value_bits: of a code: 2, 4 or 8.
-        value_group: channels of a value that share scale and zero. A width that it does not divide has smaller groups.
+        key_group: tokens of a block whose keys share scale and zero in each channel.
+        value_group: channels of a value that share scale and zero. What a group does not divide has smaller groups.
+        key_coverage, value_coverage: part of the range of a group, in its middle, that the codes cover.
         hot_window: newest tokens that stay exact, at least; what follows the last full block comes on top.
         sink: first tokens of each row that stay exact, rounded up to whole blocks.
         rotate_keys, rotate_values: multiply keys (and queries) or values by a Hadamard matrix before they are
@@ -35,7 +38,10 @@ class KVQuant:
     base: str = "int4"
     key_bits: int | None = None
     value_bits: int | None = None
+    key_group: int | None = None
     value_group: int | None = None
+    key_coverage: float | None = None
+    value_coverage: float | None = None
     hot_window: int | None = None
     sink: int | None = None
     rotate_keys: bool | None = None
@@ -54,10 +60,14 @@ class KVQuant:
         for name in ("key_bits", "value_bits"):
             if getattr(self, name) not in (None, *BITS):
                 raise InvalidArgumentError(f"{name}={getattr(self, name)!r}: expected 2, 4 or 8")
-        for name, smallest in (("value_group", 8), ("hot_window", 0), ("sink", 0)):
+        for name, smallest in (("key_group", 8), ("value_group", 8), ("hot_window", 0), ("sink", 0)):
             value = getattr(self, name)
             if value is not None and (not is_integer(value) or value < smallest):
                 raise InvalidArgumentError(f"{name}={value!r}: expected a whole number of at least {smallest}")
+        for name in ("key_coverage", "value_coverage"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise InvalidArgumentError(f"{name}={value!r}: expected a part of the range, above 0 and at most 1")
         for layer, choice in self.layers.items():
             if layer != "sliding" and (not is_integer(layer) or layer < 0):
                 raise InvalidArgumentError(f"layers={{{layer!r}: ...}}: expected a layer index, or 'sliding'")
@@ -75,12 +85,30 @@ class KVQuant:
         return replace(self, **{name: value for name, value in preset.items() if getattr(self, name) is None})
 
 
-_DETAILS = ("key_bits", "value_bits", "value_group", "hot_window", "sink")
 TOKEN_WISE = ("int8", "fp8")
-_COMMON = {"hot_window": 64, "sink": 64, "rotate_keys": False, "rotate_values": False}
-PRESETS: dict[str, dict[str, int]] = {
-    "int4": {"key_bits": 4, "value_bits": 4, "value_group": 64} | _COMMON,
-    "k8v4": {"key_bits": 8, "value_bits": 4, "value_group": 64} | _COMMON,
-    "k4v2": {"key_bits": 4, "value_bits": 2, "value_group": 32} | _COMMON,
-    "kivi2": {"key_bits": 2, "value_bits": 2, "value_group": 32} | _COMMON,
+_DETAILS = (
+    "key_bits",
+    "value_bits",
+    "key_group",
+    "value_group",
+    "key_coverage",
+    "value_coverage",
+    "hot_window",
+    "sink",
+)
+_COMMON: dict[str, Any] = {
+    "key_group": 64,
+    "value_group": 64,
+    "key_coverage": 1.0,
+    "value_coverage": 1.0,
+    "hot_window": 64,
+    "sink": 64,
+    "rotate_keys": False,
+    "rotate_values": False,
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "int4": _COMMON | {"key_bits": 4, "value_bits": 4},
+    "k8v4": _COMMON | {"key_bits": 8, "value_bits": 4},
+    "k4v2": _COMMON | {"key_bits": 4, "value_bits": 2, "value_group": 32},
+    "kivi2": _COMMON | {"key_bits": 2, "value_bits": 2, "key_group": 32, "value_group": 32, "key_coverage": 0.85},
 }

@@ -1,10 +1,11 @@
 """Blocks of 2-, 4- or 8-bit codes in groups: `int4`, `k4v2`, `k8v4`, `kivi2`.
 
-    keys     code * scale + zero      scale and zero for each channel, over the tokens of a block
+    keys     code * scale + zero      scale and zero for each channel, over a group of tokens of a block
     values   code * scale + zero      scale and zero for each token, over a group of channels
 
 Keys have channels that are large in every token, values do not (Liu et al., "KIVI", arXiv 2402.02750), so a block is
-quantized when it is full, once. Scale and zero are float16.
+quantized when it is full, once. Scale and zero are float16. The codes cover the range of their group or, where few
+codes are spread better so, the middle part of it.
 
 Codes are packed along the channels: a byte of 4-bit codes holds the channels `d` and `d + dim / 2`, one of 2-bit codes
 `d`, `d + dim / 4`, `d + dim / 2`, `d + 3 dim / 4`. Unpacking by shifts then gives runs of neighbouring channels.
@@ -26,9 +27,10 @@ class GroupedBlocks(Blocks):
     Attributes:
         key: codes, uint8 `[num_kv_heads, num_blocks, block_size, key_dim * key_bits / 8]`
         value: codes, uint8 `[num_kv_heads, num_blocks, block_size, value_dim * value_bits / 8]`
-        key_scale, key_zero: float16 `[num_kv_heads, num_blocks, key_dim]`
+        key_scale, key_zero: float16 `[num_kv_heads, num_blocks, block_size / group, key_dim]`
         value_scale, value_zero: float16 `[num_kv_heads, num_blocks, block_size, value_dim / group]`
         key_bits, value_bits: 2, 4 or 8.
+        key_coverage, value_coverage: part of the range of a group that its codes cover.
         dtype: the model's.
     """
 
@@ -40,6 +42,8 @@ class GroupedBlocks(Blocks):
     value_zero: torch.Tensor
     key_bits: int
     value_bits: int
+    key_coverage: float
+    value_coverage: float
     dtype: torch.dtype
 
     @property
@@ -54,8 +58,8 @@ class GroupedBlocks(Blocks):
         planes = (getattr(self, part), getattr(self, f"{part}_scale"), getattr(self, f"{part}_zero"))
         codes, scale, zero = (plane.index_select(1, block_ids) for plane in planes)
         if part == "key":
-            states = unpacked(codes, self.key_bits) * scale.float()[:, :, None] + zero.float()[:, :, None]
-            return states.to(self.dtype)
+            groups = unpacked(codes, self.key_bits).unflatten(2, (scale.shape[2], -1))
+            return (groups * scale.float()[:, :, :, None] + zero.float()[:, :, :, None]).flatten(2, 3).to(self.dtype)
         groups = unpacked(codes, self.value_bits).unflatten(-1, (scale.shape[-1], -1))
         return (groups * scale.float()[..., None] + zero.float()[..., None]).flatten(-2).to(self.dtype)
 
@@ -66,14 +70,15 @@ class GroupedBlocks(Blocks):
             key, value: `[num_kv_heads, n, block_size, dim]`
             block_ids: int64 `[n]`
         """
-        codes, scale, zero = quantized(key.float(), self.key_bits, axis=2)
-        groups = value.float().unflatten(-1, (self.value_scale.shape[-1], -1))
-        value_codes, value_scale, value_zero = quantized(groups, self.value_bits, axis=-1)
+        key = key.float().unflatten(2, (self.key_scale.shape[2], -1))
+        value = value.float().unflatten(-1, (self.value_scale.shape[-1], -1))
+        key_codes, key_scale, key_zero = quantized(key, self.key_bits, 3, self.key_coverage)
+        value_codes, value_scale, value_zero = quantized(value, self.value_bits, -1, self.value_coverage)
         new = (
-            packed(codes, self.key_bits),
+            packed(key_codes.flatten(2, 3), self.key_bits),
             packed(value_codes.flatten(-2), self.value_bits),
-            scale.squeeze(2),
-            zero.squeeze(2),
+            key_scale.squeeze(3),
+            key_zero.squeeze(3),
             value_scale.squeeze(-1),
             value_zero.squeeze(-1),
         )
@@ -105,20 +110,24 @@ class HotColdBlocks(Blocks):
         return self.cold.read_blocks(part, block_ids)
 
 
-def quantized(states: torch.Tensor, bits: int, axis: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantized(
+    states: torch.Tensor, bits: int, axis: int, coverage: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scale and zero of groups that run along `axis`.
 
     Infinity counts as the largest value that can be stored. NaN makes the scale of its group NaN, and so the group.
 
     Args:
         states: float32 of any shape.
+        coverage: part of the range of a group, in the middle of it, that the codes cover.
 
     Returns:
         Codes uint8 like `states`; scale and zero float16, 1 long in `axis`.
     """
     largest = 2**bits - 1
     lowest, highest = (bound.clamp(-LARGEST, LARGEST) for bound in states.aminmax(dim=axis, keepdim=True))
-    scale, zero = ((highest - lowest) / largest).half(), lowest.half()
+    margin = (highest - lowest) * ((1 - coverage) / 2)
+    scale, zero = ((highest - lowest - 2 * margin) / largest).half(), (lowest + margin).half()
     # The codes are those of the rounded scale and zero. Constants have scale 0 and codes 0.
     codes = ((states - zero.float()) / scale.float()).nan_to_num(0.0, largest, 0.0).round().clamp(0, largest)
     return codes.to(torch.uint8), scale, zero
