@@ -4,9 +4,9 @@
     python eval/speed.py --model FOLDER_OR_HUB_ID --markdown speed.md --plot speed.png
     python eval/speed.py --kernels --quick             attention alone, without a model (see --kernels --help)
 
-Measured are transformers' DynamicCache, its QuantizedCache (if optimum-quanto is installed), and PagedCache under its
-own attention, raw (`paged`) and quantized (`int8`, `int4`), and under sdpa, which gathers (`paged+gather`). All take turns in one process on the same model
-and prompts, and DynamicCache's tokens are what the others' are compared with.
+Measured are transformers' DynamicCache, its QuantizedCache (if optimum-quanto is installed), and PagedCache: under its
+own attention, raw (`paged`) and quantized (`int8`, `int4`), and under sdpa, which gathers (`paged+gather`). All take
+turns in one process on the same model and prompts, and DynamicCache's tokens are what the others' are compared with.
 
 Steps are timed inside `generate`, from one call of a logits processor to the next (see `timing.py`): this is what a
 user waits for, it is the same code for every cache, and it serves greedy and beam search alike. Prefill is the time

@@ -108,7 +108,7 @@ def timed_generate(
     return call, cache
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """Type and first line, with folders cut off: results are passed on to others."""
     first_line = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {re.sub(r'(/[^/ ]+)+/', '', first_line)}"
@@ -133,7 +133,7 @@ def interleave(
                     try:
                         results[name].append(run())
                     except Exception as error:
-                        failures[name] = _reason(error)
+                        failures[name] = reason(error)
                         del results[name]
                 after_run()
     finally:

@@ -290,7 +290,10 @@ def test_prompts_longer_than_the_text_are_refused(tokenizer, monkeypatch):
     [
         ("--contexts 16,x", "'x' is not a whole number of at least 1"),
         ("--batches 0", "'0' is not a whole number of at least 1"),
-        ("--caches dynamic,static", "'static' is unknown, choose from dynamic, quantized, paged, int8, int4, paged+gather"),
+        (
+            "--caches dynamic,static",
+            "'static' is unknown, choose from dynamic, quantized, paged, int8, int4, paged+gather",
+        ),
         ("--sections decode,beams", "'beams' is unknown, choose from decode, beam, padding, bookkeeping"),
         ("--new-tokens 1", "--new-tokens must be at least 2"),
         ("--dtype float8", "invalid choice: 'float8'"),

@@ -1,4 +1,4 @@
-"""Tiny random models that take text: a tokenizer of the words of given texts, and a Llama for it."""
+"""Tiny random models that take text: a tokenizer of the words of given texts, or of letters, and a Llama for it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
@@ -21,6 +21,15 @@ def word_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>")
     fast.chat_template = CHAT_TEMPLATE
     return fast
+
+
+def letter_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte of any text."""
+    letters = ["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
 def vocabulary_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int | None]:

@@ -38,7 +38,7 @@ class LayerCodecs:
             names = ", ".join(map(repr, get_args(Backend)))
             raise InvalidArgumentError(f"unknown backend={backend!r}: expected one of {names}, or None")
         self._default = make_codec(kv, backend)
-        others = dict(kv.layers) if isinstance(kv, KVQuant) else {}
+        others = {layer: kv.for_layer(layer) for layer in kv.layers} if isinstance(kv, KVQuant) else {}
         if self._default.hot is not None:
             # Layers with a window hold little and would lose the most.
             others.setdefault("sliding", "raw")

@@ -29,7 +29,7 @@ class KVQuant:
         rotate_keys, rotate_values: multiply keys (and queries) or values by a Hadamard matrix before they are
             quantized; it is undone when they are read.
         layers: other choices for single layers: a layer index, or `"sliding"` for all layers with a window, and for
-            each `"raw"`, another name, or a `KVQuant` with the same `hot_window` and `sink`.
+            each `"raw"`, another name, or a `KVQuant`. `hot_window` and `sink` are the same in all layers.
 
     Raises:
         InvalidArgumentError: a value has no meaning.
@@ -79,6 +79,16 @@ class KVQuant:
         """Whether each token is quantized by itself."""
         return self.base in TOKEN_WISE
 
+    def for_layer(self, layer: "int | str") -> "str | KVQuant":
+        """The choice of `layers` for a layer; what it leaves open about exact tokens is as here."""
+        choice = self.layers[layer]
+        quant = KVQuant(choice) if isinstance(choice, str) and choice in PRESETS else choice
+        if isinstance(quant, str) or quant.is_token_wise or self.is_token_wise:
+            return quant
+        main = self.filled()
+        kept = {name: getattr(main, name) for name in ("hot_window", "sink") if getattr(quant, name) is None}
+        return replace(quant, **kept)
+
     def filled(self) -> "KVQuant":
         """With every detail given."""
         preset = {"rotate_keys": False, "rotate_values": False} if self.is_token_wise else PRESETS[self.base]
@@ -106,9 +116,11 @@ _COMMON: dict[str, Any] = {
     "rotate_keys": False,
     "rotate_values": False,
 }
+# Four codes are spread better over the middle of a range, and values without outliers.
+_TWO_BIT_VALUES = {"value_bits": 2, "value_group": 32, "value_coverage": 0.85, "rotate_values": True}
 PRESETS: dict[str, dict[str, Any]] = {
     "int4": _COMMON | {"key_bits": 4, "value_bits": 4},
     "k8v4": _COMMON | {"key_bits": 8, "value_bits": 4},
-    "k4v2": _COMMON | {"key_bits": 4, "value_bits": 2, "value_group": 32},
-    "kivi2": _COMMON | {"key_bits": 2, "value_bits": 2, "key_group": 32, "value_group": 32, "key_coverage": 0.85},
+    "k4v2": _COMMON | {"key_bits": 4} | _TWO_BIT_VALUES,
+    "kivi2": _COMMON | {"key_bits": 2, "key_group": 32, "key_coverage": 0.85} | _TWO_BIT_VALUES,
 }
