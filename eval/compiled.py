@@ -41,6 +41,7 @@ class Compiled:
         loads: loads from global memory by their width in bits, asynchronous copies among them.
         mma: matrix instructions.
         loop_bytes: bytes that a program asks of global memory in one round of its main loop; `None` on AMD.
+        in_flight: asynchronous copies that a loop leaves under way while it works on a tile; `None` on AMD.
     """
 
     kernel: str
@@ -51,6 +52,7 @@ class Compiled:
     loads: dict[int, int]
     mma: int
     loop_bytes: int | None
+    in_flight: int | None
 
 
 class _TargetOnly:
@@ -77,16 +79,46 @@ class _TargetOnly:
 def compiling_for(target: str) -> Iterator[list[Compiled]]:
     """Kernels launched inside are compiled for `target` and listed, and not run."""
     compiled: list[Compiled] = []
+    with _launching_for(target, lambda function, kernel: compiled.append(_examine(function.__name__, target, kernel))):
+        yield compiled
+
+
+@contextmanager
+def counting_variants(target: str) -> Iterator[dict[str, set[Any]]]:
+    """Of each kernel launched inside, what it would be compiled for; nothing is compiled."""
+    variants: dict[str, set[Any]] = {}
+
+    class _Done:
+        """Stands in for a kernel that is compiled or being so."""
+
+        def result(self) -> "_Done":
+            return self
+
+    def note(self: JITFunction, key: Any, *inputs: Any) -> _Done:
+        variants.setdefault(self.__name__, set()).add(key)
+        return _Done()
+
+    compile_kernel = JITFunction._do_compile
+    JITFunction._do_compile = note
+    try:
+        with _launching_for(target, lambda self, kernel: None):
+            yield variants
+    finally:
+        JITFunction._do_compile = compile_kernel
+
+
+@contextmanager
+def _launching_for(target: str, examine: Callable[[JITFunction, Any], None]) -> Iterator[None]:
+    """Kernels launched inside are compiled for `target`, handed to `examine`, and not run."""
     driver, run = triton.runtime.driver._active, JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        result = run(self, *args, grid=grid, warmup=True, **options)
-        compiled.append(_examine(self.__name__, target, result))
+        examine(self, run(self, *args, grid=grid, warmup=True, **options))
 
     triton.runtime.driver.set_active(_TargetOnly(TARGETS[target]))
     JITFunction.run = compile_only
     try:
-        yield compiled
+        yield
     finally:
         JITFunction.run = run
         triton.runtime.driver._active = driver
@@ -126,6 +158,7 @@ def _examine_nvidia(name: str, target: str, kernel: Any) -> Compiled:
         loads=loads,
         mma=sum(_is_mma(operation) for _, operation, _ in code),
         loop_bytes=sum(_width(operation) // 8 * threads for operation in body if _is_load(operation)),
+        in_flight=max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", kernel.asm["ptx"])), default=0),
     )
 
 
@@ -145,6 +178,7 @@ def _examine_amd(name: str, target: str, kernel: Any) -> Compiled:
         loads=loads,
         mma=len(re.findall(r"^\s+v_(?:mfma|smfmac)", assembly, re.M)),
         loop_bytes=None,
+        in_flight=None,
     )
 
 

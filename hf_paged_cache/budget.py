@@ -17,6 +17,7 @@ class MemoryBudget:
         self.limit = limit
         self.lock = threading.RLock()
         self.allocated = 0
+        self.promised = 0
         self.peak = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -27,14 +28,19 @@ class MemoryBudget:
 
     @property
     def remaining(self) -> int | None:
-        """Bytes that may still be allocated; `None` for no limit."""
-        return None if self.limit is None else self.limit - self.allocated
+        """Bytes that may still be allocated and are promised to nobody; `None` for no limit."""
+        return None if self.limit is None else self.limit - self.allocated - self.promised
 
     def add(self, num_bytes: int) -> None:
         """Counts an allocation."""
         with self.lock:
             self.allocated += num_bytes
             self.peak = max(self.peak, self.allocated)
+
+    def promise(self, num_bytes: int) -> None:
+        """Keeps bytes free for an allocation that is going to come; fewer if negative."""
+        with self.lock:
+            self.promised += num_bytes
 
     def remove(self, num_bytes: int) -> None:
         """Counts a deallocation."""

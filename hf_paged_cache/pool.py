@@ -105,10 +105,12 @@ class GroupPool:
         self._budget = budget
         self._max_blocks = max_blocks
         self._is_only_group = is_only_group
+        self._promised = 0
 
     def __del__(self) -> None:
-        if hasattr(self, "layers"):
+        if hasattr(self, "_promised"):
             self._budget.remove(self.num_bytes)
+            self._budget.promise(-self._promised)
 
     @property
     def lock(self) -> threading.RLock:
@@ -149,11 +151,12 @@ class GroupPool:
             # While there is only the null block there is nothing to hold.
             num_blocks = self.allocator.num_blocks if self.allocator.num_blocks > 1 else 0
             num_bytes = num_blocks * codec.block_bytes(geometry, self._block_size)
-            if self._budget.remaining is not None and num_bytes > self._budget.remaining:
+            if self._budget.remaining is not None and num_bytes > self._budget.remaining + self._promised:
                 raise self._out_of_blocks(num_blocks)
             pool = LayerPool(codec, geometry, self._block_size, num_blocks, hot)
             self._budget.add(num_bytes)
             self.layers[layer_idx] = pool
+            self._promise()
         return pool
 
     def allocate(self, count: int) -> np.ndarray:
@@ -218,6 +221,14 @@ class GroupPool:
                 raise
             self._budget.remove(old_bytes)
         self.allocator.grow(target)
+        self._promise()
+
+    def _promise(self) -> None:
+        """Keeps room for the layers that are to join, with as many blocks as the others have."""
+        missing_bytes = self.block_bytes - sum(layer.block_bytes for layer in self.layers.values())
+        num_blocks = self.allocator.num_blocks if self.allocator.num_blocks > 1 else 0
+        self._budget.promise(num_blocks * missing_bytes - self._promised)
+        self._promised = num_blocks * missing_bytes
 
     def _allowed_blocks(self) -> int | None:
         """Blocks that the group may hold now, the null block included; `None` for no limit."""
@@ -229,7 +240,7 @@ class GroupPool:
             return None
         # While a layer is moved its old tensors are still there.
         moving = max(layer.num_bytes for layer in self.layers.values())
-        return (self._budget.remaining + self.num_bytes - moving) // self.block_bytes
+        return (self._budget.remaining + self._promised + self.num_bytes - moving) // self.block_bytes
 
     def _out_of_blocks(self, needed: int) -> OutOfBlocks:
         by_memory = self._blocks_by_memory()

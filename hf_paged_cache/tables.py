@@ -108,11 +108,13 @@ class BlockTable:
         if self.num_columns == 0 and self.num_rows != num_rows:
             self._set_rows(num_rows)
         need = self._need(num_new, attended, keep_past)
-        new_ids = self._allocate(need.count)
+        # Hot blocks first: to take the others may evict known ones, which cannot be undone.
+        hot_ids = np.zeros(0, dtype=np.int32) if self.hot is None else self.hot.allocate(need.hot_count)
         try:
-            hot_ids = np.zeros(0, dtype=np.int32) if self.hot is None else self.hot.allocate(need.hot_count)
+            new_ids = self._allocate(need.count)
         except BaseException:
-            self._allocator.release(new_ids)
+            if self.hot is not None:
+                self.hot.rows.allocator.release(hot_ids)
             raise
         moves = self._moves(need, new_ids, hot_ids)
         self._rows.reserve(need.width)

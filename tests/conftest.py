@@ -6,19 +6,21 @@ A factory is a fixture that returns a function, so that a test says at the call 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
-from hf_paged_kernels import KVBlocks
+from hf_paged_kernels import Blocks
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from hf_paged_cache.codecs import Geometry, RawCodec
+from hf_paged_cache.codecs import Codec, GroupedCodec, RawCodec
+from hf_paged_cache.codecs.scaled import ScaledCodec
 from tests.families import randomize
+from tests.kernels.hostile import poison_planes
 
 # One thread for each of several test processes: more than there are cores would wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -44,16 +46,15 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def poisoned_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fills every pool with NaN when it is allocated: a slot that is read but was never written shows in any result."""
-    allocate = RawCodec.allocate
+    """Poisons every pool when it is allocated: a slot that is read but was never written shows in any result."""
+    for codec in (RawCodec, ScaledCodec, GroupedCodec):
 
-    def allocate_poisoned(self: RawCodec, geometry: Geometry, block_size: int, num_blocks: int) -> KVBlocks:
-        blocks = allocate(self, geometry, block_size, num_blocks)
-        for plane in blocks.planes:
-            plane.fill_(math.nan)
-        return blocks
+        def allocate_poisoned(self: Codec, *arguments: Any, allocate: Callable[..., Blocks] = codec.allocate) -> Blocks:
+            blocks = allocate(self, *arguments)
+            poison_planes(blocks)
+            return blocks
 
-    monkeypatch.setattr(RawCodec, "allocate", allocate_poisoned)
+        monkeypatch.setattr(codec, "allocate", allocate_poisoned)
 
 
 @pytest.fixture(scope="session")

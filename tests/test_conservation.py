@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hf_paged_cache.blocks import BlockAllocator
 from hf_paged_cache.errors import OutOfBlocks
+from hf_paged_cache.hot import Moves
 from hf_paged_cache.tables import BlockTable
 
 SIZE, NUM_BLOCKS = 4, 24
@@ -71,12 +72,12 @@ class Conservation(RuleBasedStateMachine):
 
     @initialize(window=WINDOWS)
     def begin(self, window: int) -> None:
-        self.live += [Cache(BlockTable(self.allocator, SIZE, window)) for window in (None, window)]
+        self.live += [Cache(self.new_table(window)) for window in (None, window)]
 
     @precondition(lambda self: len(self.live) < 5)
     @rule(window=WINDOWS)
     def new_cache(self, window: int) -> None:
-        self.live.append(Cache(BlockTable(self.allocator, SIZE, window)))
+        self.live.append(Cache(self.new_table(window)))
 
     @rule(num_new=st.integers(1, 11), num_rows=st.integers(1, 3), keep_past=st.booleans(), data=st.data())
     def prefill(self, num_new: int, num_rows: int, keep_past: bool, data: st.DataObject) -> None:
@@ -99,6 +100,7 @@ class Conservation(RuleBasedStateMachine):
     def extend_and_take_back(self, num_new: int, keep_past: bool, data: st.DataObject) -> None:
         """A forward pass that fails in a later layer."""
         cache = pick(self.started, data)
+        self.give_up_old_tokens(cache)
         table, rows, kept_from = cache.table, list(cache.rows), cache.kept_from
         before = (table.num_columns, table.first_kept_column)
         self.feed(cache, num_new, [0] * len(rows), keep_past)
@@ -179,6 +181,9 @@ class Conservation(RuleBasedStateMachine):
 
     # The model.
 
+    def new_table(self, window: int | None) -> BlockTable:
+        return BlockTable(self.allocator, SIZE, window)
+
     def forget_block(self, block: int) -> None:
         self.allocator.forget([block])
         self.retained.discard(block)
@@ -193,16 +198,16 @@ class Conservation(RuleBasedStateMachine):
     def feed(self, cache: Cache, num_new: int, leading: list[int], keep_past: bool) -> None:
         """Extends and writes as a layer group does, or finds that there is no room and nothing has changed."""
         table = cache.table
-        table.release_unkept()
+        self.give_up_old_tokens(cache)
         self.poison_unheld()
         attended = np.arange(num_new)[None] >= np.array(leading)[:, None]
-        needed, available = self.blocks_needed(cache, num_new, leading, keep_past), NUM_BLOCKS - len(self.references())
-        if needed > available:
-            before, num_evicted = (entries(table), table.num_columns, table.first_kept_column), len(self.evicted)
+        refusal = self.expected_refusal(cache, num_new, leading, keep_past)
+        if refusal is not None:
+            before, num_evicted = self.state(cache), len(self.evicted)
             with pytest.raises(OutOfBlocks) as error:
                 table.extend(len(cache.rows), num_new, attended, keep_past=keep_past)
-            assert (error.value.needed, error.value.free, error.value.total) == (needed, available, NUM_BLOCKS)
-            assert (entries(table), table.num_columns, table.first_kept_column) == before
+            assert (error.value.needed, error.value.free, error.value.total) == refusal
+            assert self.state(cache) == before
             assert len(self.evicted) == num_evicted
             del error  # its traceback holds the table
             return
@@ -211,11 +216,30 @@ class Conservation(RuleBasedStateMachine):
             self.retained.discard(block)
             self.content(block)[:] = GONE
         self.evicted.clear()
-        for source, target in moves.copies:
-            self.content(target)[:] = self.content(source)
+        self.move(moves)
         self.write(cache, step, leading, num_new)
         if table.window is not None and not keep_past:
             cache.kept_from = max(cache.kept_from, cache.past_window())
+
+    def give_up_old_tokens(self, cache: Cache) -> None:
+        cache.table.release_unkept()
+
+    def expected_refusal(
+        self, cache: Cache, num_new: int, leading: list[int], keep_past: bool
+    ) -> tuple[int, int, int] | None:
+        """What the error says is needed, free and there at all, if there is no room."""
+        needed, available = self.blocks_needed(cache, num_new, leading, keep_past), NUM_BLOCKS - len(self.references())
+        return (needed, available, NUM_BLOCKS) if needed > available else None
+
+    def state(self, cache: Cache) -> tuple:
+        """What a refused step leaves as it was: which blocks the rows hold, and where."""
+        table = cache.table
+        ids = table.block_ids.reshape(-1).tolist() if table.num_columns else []
+        return ids, table.num_columns, table.first_kept_column
+
+    def move(self, moves: Moves) -> None:
+        for source, target in moves.copies:
+            self.content(target)[:] = self.content(source)
 
     def blocks_needed(self, cache: Cache, num_new: int, leading: list[int], keep_past: bool) -> int:
         """New blocks, and copies of shared blocks that are written to: all sharers but the last, if all write."""
@@ -312,11 +336,6 @@ class Conservation(RuleBasedStateMachine):
 def pick(caches: list[Cache], data: st.DataObject) -> Cache:
     """One of `caches`, drawn by its index: hypothesis keeps what it draws, and a table has to go when it is dropped."""
     return caches[data.draw(st.integers(0, len(caches) - 1))]
-
-
-def entries(table: BlockTable) -> list[int]:
-    """Blocks that the rows hold, and where."""
-    return table.block_ids.reshape(-1).tolist() if table.num_columns else []
 
 
 def any_token(row: list[int | None]) -> bool:

@@ -40,10 +40,10 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def shares_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shared reads however little they save."""
     pytest.importorskip("triton")
-    from hf_paged_kernels.triton_kernels import attention, shared
+    from hf_paged_kernels.triton_kernels import plan, shared
 
     find = partial(shared.find_shared_runs, min_saved_tokens=0)
-    monkeypatch.setattr(attention, "find_shared_runs", find)
+    monkeypatch.setattr(plan, "find_shared_runs", find)
     monkeypatch.setattr(shared, "find_shared_runs", find)
 
 

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 
 from hf_paged_kernels import mass, reference, write
-from hf_paged_kernels.layout import Blocks, KVBlocks
+from hf_paged_kernels.layout import Blocks
 from hf_paged_kernels.step import StepMetadata
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,11 @@ def paged_attention(
         `[batch, num_heads, query_length, value_dim]` in the dtype of `query`; with `return_lse` also the natural
         logarithm, float32 (float64 for a float64 query) `[batch, num_heads, query_length]`, -inf for a query that
         sees nothing.
+
+    Raises:
+        ValueError: window or softcap is not positive.
     """
+    _check_options(window, softcap)
     options = {
         "window": window,
         "softcap": softcap,
@@ -98,14 +102,17 @@ def block_mass(
         blocks sum to its queries times the heads of a group, less what sinks take.
 
     Raises:
-        ValueError: some new tokens are not in the blocks, so that the sum would miss them.
+        ValueError: window or softcap is not positive, or some new tokens are not in the blocks, so that the sum would
+            miss them.
     """
+    _check_options(window, softcap)
     if not step.new_tokens_stored:
         raise ValueError(
             "block_mass needs all new tokens in the blocks; a window left some out: ask for steps shorter than it"
         )
     options = {"scale": scale, "window": window, "softcap": softcap, "key_mask": key_mask}
-    return (_implementation(query, blocks, backend) or mass).block_mass(query, blocks, step, lse, **options)
+    kernels = _implementation(query, blocks, backend, "block_mass_unsupported_reason")
+    return (kernels or mass).block_mass(query, blocks, step, lse, **options)
 
 
 def write_kv(
@@ -125,8 +132,7 @@ def write_kv(
         step: the forward pass. Tokens whose slot is -1 are passed over.
         backend: as in `choose`.
     """
-    is_raw = isinstance(blocks, KVBlocks)
-    module = _triton() if is_raw and choose(key.device, backend) == "triton" else write
+    module = _triton() if choose(key.device, backend) == "triton" else write
     module.write_kv(blocks, key, value, step)
 
 
@@ -171,12 +177,21 @@ def choose(device: torch.device, backend: Backend | None = None) -> Backend:
     return "reference"
 
 
-def _implementation(query: torch.Tensor, blocks: Blocks, backend: Backend | None) -> ModuleType | None:
-    """The kernels that attend; `None` for plain PyTorch."""
+def _check_options(window: int | None, softcap: float | None) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"a window of {window} tokens: expected at least 1, or None for all tokens")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"a softcap of {softcap}: expected more than 0, or None for no softcap")
+
+
+def _implementation(
+    query: torch.Tensor, blocks: Blocks, backend: Backend | None, unsupported_reason: str = "unsupported_reason"
+) -> ModuleType | None:
+    """The kernels that do a call, unless the function of theirs of that name objects; `None` for plain PyTorch."""
     if choose(query.device, backend) != "triton":
         return None
     kernels = _triton()
-    reason = kernels.unsupported_reason(query, blocks)
+    reason = getattr(kernels, unsupported_reason)(query, blocks)
     if reason is not None:
         _warn_once(f"The Triton kernels do not take {reason}: plain PyTorch attends instead, which is slower.")
         return None

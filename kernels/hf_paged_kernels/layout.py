@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -72,6 +72,14 @@ class KVBlocks(Blocks):
 
     key: torch.Tensor
     value: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if not (self.key.is_contiguous() and self.value.is_contiguous()):
+            raise ValueError("planes of blocks have to be contiguous: kernels know their layout from their shape")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickled along, the cached views would come back as memory of their own.
+        return KVBlocks, (self.key, self.value)
 
     @property
     def planes(self) -> tuple[torch.Tensor, ...]:

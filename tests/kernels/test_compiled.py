@@ -33,14 +33,16 @@ def check(row: dict) -> None:
     assert compiled["shared"] <= row["shared_limit"], case
     if row["launch"] is None:
         return
-    is_16_bit = row["launch"]["bits"] == 16
-    assert compiled["mma"] > 0 or not is_16_bit, case
-    # Keys and values come 16 bytes at a time; 2-byte and single-byte loads are sinks and the 2-D mask.
+    if compiled["in_flight"] is not None and row["launch"]["num_stages"] > 2:
+        assert compiled["in_flight"] > 0, f"{case}: loads are waited for before a tile is worked on"
+    bits = row["launch"]["bits"]
+    assert compiled["mma"] > 0 or bits == 32, case
+    # Keys and values come 16 bytes at a time; 2-byte and single-byte loads are sinks, the 2-D mask and scales of codes.
     widths = {int(width): count for width, count in compiled["loads"].items()}
-    assert widths[128] > 8, case
+    assert widths[128] > (0 if bits == 8 else 8), case
     if "all features" not in row["case"]:
-        assert not widths.keys() & {8, 16}, case
-        assert row["bytes_ratio"] is None or row["bytes_ratio"] <= 1.15, case
+        assert bits == 8 or not widths.keys() & {8, 16}, case
+        assert row["bytes_ratio"] is None or row["bytes_ratio"] <= (1.2 if bits == 8 else 1.15), case
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -56,6 +58,16 @@ def test_the_most_used_width_compiles_as_it_is_meant_to(target: str) -> None:
     }
     for row in compiled:
         check(row)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_decode_loop_does_not_compile_kernels_anew(batch: int) -> None:
+    """With and without splits, and for 2 to 8 splits: not for every length, number of splits or size of the table."""
+    command = [sys.executable, "-m", "tests.kernels.decode_loop", "1200", str(batch)]
+    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'eval'}"}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == {"write_kernel": 1, "attend_kernel": 2, "merge_kernel": 1}
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hf_paged_kernels import StepMetadata, dispatch, paged_attention
+from hf_paged_kernels import KVBlocks, StepMetadata, block_mass, dispatch, paged_attention
 from transformers import PreTrainedModel
 
 from hf_paged_cache import InvalidArgumentError, PagedCache
@@ -73,20 +73,25 @@ def test_a_cache_says_which_backends_there_are(llama) -> None:
         PagedCache(llama().config, backend="flash")
 
 
+def one_row_of_tokens(count: int) -> StepMetadata:
+    """A step of one row in block 1, the last of its tokens new."""
+    return StepMetadata(
+        block_table=np.ones((1, 1), dtype=np.int32),
+        seq_lens=np.array([count], dtype=np.int32),
+        padding=np.zeros(1, dtype=np.int32),
+        slots=np.array([[16 + count - 1]], dtype=np.int32),
+        num_columns=count,
+        block_size=16,
+        new_tokens_stored=True,
+    )
+
+
 def test_what_the_kernels_do_not_take_is_done_by_the_reference_with_one_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pytest.importorskip("triton")
     blocks = poisoned_blocks(2, 1, 16, (16, 16), torch.float64, 1.0)
-    step = StepMetadata(
-        block_table=np.ones((1, 1), dtype=np.int32),
-        seq_lens=np.array([5], dtype=np.int32),
-        padding=np.zeros(1, dtype=np.int32),
-        slots=np.array([[20]], dtype=np.int32),
-        num_columns=5,
-        block_size=16,
-        new_tokens_stored=True,
-    )
+    step = one_row_of_tokens(5)
     query = torch.randn(1, 1, 1, 16, dtype=torch.float64)
     dispatch._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger=dispatch.__name__):
@@ -97,6 +102,25 @@ def test_what_the_kernels_do_not_take_is_done_by_the_reference_with_one_reason(
         "The Triton kernels do not take dtype torch.float64 with blocks in torch.float64: plain PyTorch attends "
         "instead, which is slower."
     ]
+
+
+def test_options_that_mean_nothing_are_refused() -> None:
+    """A window of 0 tokens would be read as none at all."""
+    blocks = poisoned_blocks(2, 1, 16, (16, 16), torch.float32, 1.0)
+    inputs = (torch.randn(1, 1, 1, 16), blocks, one_row_of_tokens(5))
+    for window in (0, -1):
+        with pytest.raises(ValueError, match=f"a window of {window} tokens: expected at least 1, or None"):
+            paged_attention(*inputs, scale=1.0, window=window)
+        with pytest.raises(ValueError, match=f"a window of {window} tokens"):
+            block_mass(*inputs, torch.zeros(1, 1, 1), scale=1.0, window=window)
+    with pytest.raises(ValueError, match=r"a softcap of 0\.0: expected more than 0, or None"):
+        paged_attention(*inputs, scale=1.0, softcap=0.0)
+
+
+def test_planes_that_are_views_are_refused() -> None:
+    plane = torch.zeros(1, 4, 16, 32)
+    with pytest.raises(ValueError, match="planes of blocks have to be contiguous"):
+        KVBlocks(plane[..., :16], plane[..., :16].contiguous())
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -28,8 +29,10 @@ from tests.kernels.cases import (
     new_states,
     random_rows,
 )
+from tests.kernels.hostile import poisoned_blocks
 
 triton_kernels = pytest.importorskip("hf_paged_kernels.triton_kernels")
+plan = pytest.importorskip("hf_paged_kernels.triton_kernels.plan")
 
 
 def attention(*inputs: torch.Tensor | KVBlocks | StepMetadata, num_splits: int | None = None, **options: object):
@@ -148,3 +151,82 @@ def test_offsets_beyond_32_bits(query_length):
     step.block_table = np.where(step.block_table > 0, step.block_table + shift, 0).astype(np.int32)
     step._memo.clear()
     assert torch.equal(attention(query, wide, step, scale=0.3, new_kv=new_states(case, rows)), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("far", ["query", "key", "value"])
+def test_heads_of_new_tokens_that_lie_far_apart(far):
+    """Views whose last head begins behind 2**31 elements."""
+
+    def spread(states: torch.Tensor, is_far: bool) -> torch.Tensor:
+        if not is_far:
+            return states
+        _, heads, tokens, dim = states.shape
+        stride = 2**30 + 64
+        memory = torch.empty((heads - 1) * stride + tokens * dim, dtype=states.dtype)
+        return memory.as_strided(states.shape, (heads * stride, stride, dim, 1)).copy_(states)
+
+    case = Case(lengths=(40,), query_length=9, heads=(3, 3))
+    rows = random_rows(case, torch.float16, torch.Generator().manual_seed(0))
+    query = torch.randn(1, 3, 9, 16, generator=torch.Generator().manual_seed(1)).half()
+    key, value = new_states(case, rows)
+    blocks, step = lay_out(case, rows, 0.0)
+    expected = attention(query, blocks, step, scale=0.3, new_kv=(key, value))
+    new_kv = (spread(key, far == "key"), spread(value, far == "value"))
+    assert torch.equal(attention(spread(query, far == "query"), blocks, step, scale=0.3, new_kv=new_kv), expected)
+
+
+def a_call(lengths: tuple[int, ...] = (40, 17)) -> tuple[torch.Tensor, KVBlocks, StepMetadata]:
+    case = Case(lengths=lengths, heads=(4, 2), new_from_blocks=True)
+    rows = random_rows(case, torch.float32, torch.Generator().manual_seed(0))
+    query = torch.randn(len(lengths), 4, 1, 16, generator=torch.Generator().manual_seed(1))
+    return query, *lay_out(case, rows, 0.0)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("num_splits", [1, 2, 3])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_is_not_hidden(num_splits, value):
+    query, blocks, step = a_call()
+    blocks.key[:, step.block_table[0, 0], 3] = value
+    expected = paged_attention(query, blocks, step, scale=0.3, backend="reference").isnan()
+    assert expected.any()
+    assert torch.equal(attention(query, blocks, step, scale=0.3, num_splits=num_splits).isnan(), expected)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_sinks_may_be_any_view(num_splits):
+    query, blocks, step = a_call()
+    for sinks in (torch.tensor([1.0, 9.0, -2.0, 9.0, 0.5, 9.0, 3.0, 9.0])[::2], torch.ones(1).expand(4)):
+        expected = paged_attention(query, blocks, step, scale=0.3, sinks=sinks, backend="reference")
+        out = attention(query, blocks, step, scale=0.3, sinks=sinks, num_splits=num_splits)
+        torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_sinks_that_take_nothing_of_rows_that_see_nothing(num_splits):
+    query, blocks, step = a_call((40, 0))
+    sinks = torch.full((4,), -math.inf)
+    expected = paged_attention(query, blocks, step, scale=0.3, sinks=sinks, backend="reference")
+    out = attention(query, blocks, step, scale=0.3, sinks=sinks, num_splits=num_splits)
+    torch.testing.assert_close(out, expected)
+
+
+def test_a_prompt_in_chunks_is_split_where_a_card_has_room(monkeypatch):
+    monkeypatch.setattr(plan, "processors", lambda device: 32)
+    monkeypatch.setattr(plan, "MIN_SPLIT_LENGTH", 16)
+    for window in (None, 40):
+        case = Case(lengths=(130, 40), query_length=9, heads=(6, 2), window=window)
+        for new_from_blocks in (False, True):
+            check(replace(case, new_from_blocks=new_from_blocks), attention=attention)
+
+
+def test_groups_that_do_not_fit_in_a_program_are_refused():
+    def reason(heads: int, dim: int) -> str | None:
+        blocks = poisoned_blocks(2, 1, 16, (dim, dim), torch.float16, 0.0)
+        return triton_kernels.unsupported_reason(torch.empty(1, heads, 1, dim, dtype=torch.float16), blocks)
+
+    assert reason(71, 64) is None
+    assert reason(64, 256) is None
+    assert "64 query heads a KV head with a head_dim of 512" in reason(64, 512)
+    assert "a head_dim of 576" in reason(1, 576)

@@ -14,7 +14,7 @@ from tests.kernels import oracle
 from tests.kernels.hostile import poisoned_blocks
 
 pytest.importorskip("triton")
-from hf_paged_kernels.triton_kernels import attention, shared
+from hf_paged_kernels.triton_kernels import plan, shared
 from hf_paged_kernels.triton_kernels.shared import find_shared_runs
 
 HEADS = (6, 2)
@@ -23,7 +23,7 @@ HEADS = (6, 2)
 @pytest.fixture
 def always_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small batches would not be worth it."""
-    monkeypatch.setattr(attention, "find_shared_runs", lambda *call: find_shared_runs(*call, min_saved_tokens=1))
+    monkeypatch.setattr(plan, "find_shared_runs", lambda *call: find_shared_runs(*call, min_saved_tokens=1))
     monkeypatch.setattr(shared, "MIN_SAVED_PART", 0.0)
 
 
@@ -96,8 +96,8 @@ def test_sharing_has_no_influence(groups, query_length, block_size, dims) -> Non
 
 @pytest.mark.usefixtures("always_shared")
 def test_shared_runs_are_split_where_a_card_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "processors", lambda device: 32)
-    monkeypatch.setattr(attention, "MIN_SPLIT_LENGTH", 16)
+    monkeypatch.setattr(plan, "processors", lambda device: 32)
+    monkeypatch.setattr(plan, "MIN_SPLIT_LENGTH", 16)
     blocks, step, rows = batch([(5, [5, 70, 1]), (0, [90])], 16, (16, 16))
     query = torch.randn(len(rows), HEADS[0], 1, 16, generator=torch.Generator().manual_seed(1))
     out = paged_attention(query, blocks, step, scale=0.3, backend="triton")
@@ -137,3 +137,8 @@ def test_fresh_keys_beside_a_shared_run() -> None:
                 plane[:, step.block_table[row, token // 16], token % 16] = 1e30
     out = paged_attention(query, blocks, step, scale=0.3, new_kv=tuple(new), backend="triton")
     torch.testing.assert_close(out.double(), oracle.attention(query, rows, scale=0.3)[0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_batch_that_shares_nothing_is_seen_at_once() -> None:
+    _, step, _ = batch([(0, [40]), (0, [40])], 16, (16, 16))
+    assert find_shared_runs(step, 8, 2, min_saved_tokens=0) is None

@@ -4,15 +4,18 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_paged_kernels.layout import KVBlocks
+from hf_paged_kernels.layout import Blocks, KVBlocks
 from hf_paged_kernels.step import StepMetadata
+from hf_paged_kernels.triton_kernels.attention import unsupported_reason
 from hf_paged_kernels.triton_kernels.device import device_guard, with_dense_dims
+from hf_paged_kernels.triton_kernels.formats import format_of
 from hf_paged_kernels.triton_kernels.rows import load_query
-from hf_paged_kernels.triton_kernels.softmax import LOG2_E, parts, scaled, score_factor
+from hf_paged_kernels.triton_kernels.softmax import LOG2_E, scaled, score_factor
 from hf_paged_kernels.triton_kernels.tiles import load_states, visible_keys
 
 MAX_ROWS = 64
-MAX_TILE = 64
+# Bytes of keys that a program holds at a time. There are no stages: the loop over tiles of a block is short.
+TILE_BYTES = 16 * 1024
 
 
 @triton.jit(do_not_specialize=["table_width", "mask_width", "query_length"])
@@ -30,16 +33,13 @@ def block_mass_kernel(
     mask_width,
     query_length,
     query_strides,  # (batch, head, token)
-    KEY_DIM: tl.constexpr,
-    KEY_MAIN: tl.constexpr,
-    KEY_REST: tl.constexpr,
+    KEY: tl.constexpr,  # shape of keys, as in `Format`
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Sums the weights of a block's tokens over queries and heads of a group. Grid: blocks | KV heads | batch."""
     block = tl.program_id(0)
@@ -53,30 +53,35 @@ def block_mass_kernel(
     mask = key_mask_ptr
     if key_mask_ptr is not None:
         mask = key_mask_ptr + wide_batch * mask_width
-    keys_ptr = key_ptr + (kv_head.to(tl.int64) * num_slots + block_id * BLOCK_SIZE) * KEY_DIM
+    keys_ptr = key_ptr + (kv_head.to(tl.int64) * num_slots + block_id * BLOCK_SIZE) * KEY[0]
     mass = 0.0
     for first_row in range(0, query_length * GROUP, ROWS):
         row = first_row + tl.arange(0, ROWS)
         query, head = row // GROUP, kv_head * GROUP + row % GROUP
         present = query < query_length
-        q, q_rest = load_query(
-            query_ptr, query_strides, wide_batch, head, query, present, KEY_DIM, KEY_MAIN, KEY_REST
-        )  # fmt: skip
-        lse_offsets = (batch * tl.num_programs(1) * GROUP + head) * query_length + query
+        q, q_rest = load_query(query_ptr, query_strides, wide_batch, head, query, present, KEY)
+        lse_offsets = (wide_batch * tl.num_programs(1) * GROUP + head) * query_length + query
         lse = tl.load(lse_ptr + lse_offsets, mask=present, other=0.0) * LOG2_E
         for start in range(0, BLOCK_SIZE, TILE):
             offsets = start + tl.arange(0, TILE)
             keys = block * BLOCK_SIZE + offsets
             queries = tl.where(present, query + seq_len - query_length, -1)
             visible, readable = visible_keys(keys, queries, 0, last, mask, WINDOW, key_mask_ptr is not None)
-            key = load_states(keys_ptr, offsets, KEY_DIM, readable, True, True, 0, KEY_MAIN, KEY_DIM)
-            products = tl.dot(q, key, input_precision=PRECISION)
-            if KEY_REST > 0:
-                key = load_states(keys_ptr, offsets, KEY_DIM, readable, True, True, KEY_MAIN, KEY_REST, KEY_DIM)
-                products = tl.dot(q_rest, key, products, input_precision=PRECISION)
+            key = load_states(keys_ptr, offsets, KEY[0], readable, True, True, 0, KEY[1], KEY[0], 1)
+            products = tl.dot(q, key, input_precision="ieee")
+            if KEY[2] > 0:
+                key = load_states(keys_ptr, offsets, KEY[0], readable, True, True, KEY[1], KEY[2], KEY[0], 1)
+                products = tl.dot(q_rest, key, products, input_precision="ieee")
             weights = tl.exp2(scaled(products, scale_log2, SOFTCAP) - lse[:, None])
             mass += tl.sum(tl.where(visible, weights, 0.0))
-    tl.store(mass_ptr + (batch * tl.num_programs(1) + kv_head) * table_width + block, mass)
+    tl.store(mass_ptr + (wide_batch * tl.num_programs(1) + kv_head) * table_width + block, mass)
+
+
+def block_mass_unsupported_reason(query: torch.Tensor, blocks: Blocks) -> str | None:
+    """Why `block_mass` cannot do a call; `None` if it can."""
+    if not isinstance(blocks, KVBlocks):
+        return "block_mass over codes"
+    return unsupported_reason(query, blocks)
 
 
 def block_mass(
@@ -94,10 +99,11 @@ def block_mass(
     query = with_dense_dims(query)
     batch, num_heads, query_length, key_dim = query.shape
     group, width = num_heads // blocks.num_kv_heads, step.block_table.shape[1]
-    key_main, key_rest = parts(key_dim)
     on_device = step.on(query.device)
     mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
     mass = torch.empty(batch, blocks.num_kv_heads, width, dtype=torch.float32, device=query.device)
+    # Queries and keys of a tile, up to a power of two.
+    max_rows = max(16, min(MAX_ROWS, TILE_BYTES // (triton.next_power_of_2(key_dim) * query.element_size())))
     with device_guard(query.device):
         block_mass_kernel[(width, blocks.num_kv_heads, batch)](
             query,
@@ -113,16 +119,14 @@ def block_mass(
             0 if mask is None else mask.shape[1],
             query_length,
             query.stride()[:3],
-            KEY_DIM=key_dim,
-            KEY_MAIN=key_main,
-            KEY_REST=key_rest,
+            KEY=format_of(blocks).key,
             GROUP=group,
             BLOCK_SIZE=blocks.block_size,
-            ROWS=min(MAX_ROWS, max(16, triton.next_power_of_2(group * query_length))),
-            TILE=max(16, min(MAX_TILE, triton.next_power_of_2(blocks.block_size))),
+            ROWS=min(max_rows, max(16, triton.next_power_of_2(group * query_length))),
+            TILE=max(16, min(max_rows, triton.next_power_of_2(blocks.block_size))),
             WINDOW=window or 0,
             SOFTCAP=softcap or 0.0,
-            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             num_warps=4,
+            num_stages=1,
         )
     return mass

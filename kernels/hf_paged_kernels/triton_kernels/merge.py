@@ -6,16 +6,16 @@ import triton.language as tl
 from hf_paged_kernels.triton_kernels.softmax import finished, with_sink
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def merge_kernel(
-    partial_ptr,  # float32 [rows, NUM_SPLITS, VALUE_DIM], each normalised
-    partial_lse_ptr,  # float32 [rows, NUM_SPLITS], log2; -inf where a split saw nothing
+    partial_ptr,  # float32 [rows, num_splits, VALUE_DIM], each normalised
+    partial_lse_ptr,  # float32 [rows, num_splits], log2; -inf where a split saw nothing
     sinks_ptr,  # [num_heads]; None
     out_ptr,  # [rows, VALUE_DIM]
     lse_ptr,  # float32 [rows], log2; None: not wanted
+    num_splits,
     NUM_HEADS: tl.constexpr,  # row % NUM_HEADS is the head
-    NUM_SPLITS: tl.constexpr,
-    SPLITS: tl.constexpr,  # NUM_SPLITS up to a power of two
+    SPLITS: tl.constexpr,  # num_splits up to a power of two
     VALUE_DIM: tl.constexpr,
     WIDTH: tl.constexpr,  # VALUE_DIM up to a power of two
 ):
@@ -23,7 +23,7 @@ def merge_kernel(
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)
     dims = tl.arange(0, WIDTH)
-    lse = tl.load(partial_lse_ptr + row * NUM_SPLITS + splits, mask=splits < NUM_SPLITS, other=-float("inf"))
+    lse = tl.load(partial_lse_ptr + row * num_splits + splits, mask=splits < num_splits, other=-float("inf"))
     maximum = tl.max(lse, 0)
     total = 0.0
     if sinks_ptr is not None:
@@ -32,11 +32,11 @@ def merge_kernel(
     safe_maximum = tl.where(maximum == -float("inf"), 0.0, maximum)
     weights = tl.exp2(lse - safe_maximum)
     normaliser, merged = finished(safe_maximum, total + tl.sum(weights, 0))
-    inside = (splits < NUM_SPLITS)[:, None] & (dims < VALUE_DIM)[None, :]
+    inside = (splits < num_splits)[:, None] & (dims < VALUE_DIM)[None, :]
     # What a split that saw nothing has in its place may be anything.
-    inside = inside & (lse > -float("inf"))[:, None]
+    inside = inside & (lse != -float("inf"))[:, None]
     parts = tl.load(
-        partial_ptr + (row * NUM_SPLITS + splits)[:, None] * VALUE_DIM + dims[None, :], mask=inside, other=0.0
+        partial_ptr + (row * num_splits + splits)[:, None] * VALUE_DIM + dims[None, :], mask=inside, other=0.0
     )
     out = tl.sum(parts * weights[:, None], 0) * normaliser
     tl.store(out_ptr + row * VALUE_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < VALUE_DIM)

@@ -3,14 +3,15 @@
 import triton
 import triton.language as tl
 
+from hf_paged_kernels.triton_kernels.codes import channels_of
 from hf_paged_kernels.triton_kernels.softmax import finished
 
 
 @triton.jit
-def _load_part(ptr, offsets, present, BEGIN: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr):
-    dims = BEGIN + tl.arange(0, SIZE)
+def _load_part(ptr, offsets, present, BEGIN: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, RUNS: tl.constexpr):
+    dims, inside = channels_of(BEGIN, SIZE, DIM, RUNS)
     pointers = ptr + offsets[:, None] + dims[None, :]
-    return tl.load(pointers, mask=present[:, None] & (dims < DIM)[None, :], other=0.0)
+    return tl.load(pointers, mask=present[:, None] & inside[None, :], other=0.0)
 
 
 @triton.jit
@@ -21,24 +22,24 @@ def load_query(
     heads,
     tokens,
     present,
-    DIM: tl.constexpr,
-    MAIN: tl.constexpr,
-    REST: tl.constexpr,
+    SHAPE: tl.constexpr,  # of keys, as in `Format`
 ):
-    """The query of each row in its two parts, `[rows, MAIN]` and `[rows, REST]`; 0 for rows that are not there."""
-    offsets = batch * strides[0] + heads * strides[1] + tokens * strides[2]
-    query = _load_part(ptr, offsets, present, 0, MAIN, DIM)
+    """The query of each row in its two parts, `[rows, main]` and `[rows, rest]`; 0 for rows that are not there."""
+    offsets = batch * strides[0] + heads.to(tl.int64) * strides[1] + tokens.to(tl.int64) * strides[2]
+    query = _load_part(ptr, offsets, present, 0, SHAPE[1], SHAPE[0], SHAPE[3])
     rest = query
-    if REST > 0:
-        rest = _load_part(ptr, offsets, present, MAIN, REST, DIM)
+    if SHAPE[2] > 0:
+        rest = _load_part(ptr, offsets, present, SHAPE[1], SHAPE[2], SHAPE[0], SHAPE[3])
     return query, rest
 
 
 @triton.jit
-def _store_part(ptr, offsets, values, present, BEGIN: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr):
-    dims = BEGIN + tl.arange(0, SIZE)
+def _store_part(
+    ptr, offsets, values, present, BEGIN: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, RUNS: tl.constexpr
+):
+    dims, inside = channels_of(BEGIN, SIZE, DIM, RUNS)
     pointers = ptr + offsets[:, None] + dims[None, :]
-    tl.store(pointers, values.to(ptr.dtype.element_ty), mask=present[:, None] & (dims < DIM)[None, :])
+    tl.store(pointers, values.to(ptr.dtype.element_ty), mask=present[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -48,15 +49,14 @@ def store_results(
     index,  # result that a row is, [rows]
     state,  # of `attend_tiles`
     present,
-    DIM: tl.constexpr,
-    MAIN: tl.constexpr,
-    REST: tl.constexpr,
+    SHAPE: tl.constexpr,  # of values, as in `Format`
 ):
     """Normalises and stores what the rows have summed."""
     maximum, total, acc, acc_rest = state
     normaliser, lse = finished(maximum, total)
-    _store_part(out_ptr, index * DIM, acc * normaliser[:, None], present, 0, MAIN, DIM)
-    if REST > 0:
-        _store_part(out_ptr, index * DIM, acc_rest * normaliser[:, None], present, MAIN, REST, DIM)
+    offsets = index * SHAPE[0]
+    _store_part(out_ptr, offsets, acc * normaliser[:, None], present, 0, SHAPE[1], SHAPE[0], SHAPE[3])
+    if SHAPE[2] > 0:
+        _store_part(out_ptr, offsets, acc_rest * normaliser[:, None], present, SHAPE[1], SHAPE[2], SHAPE[0], SHAPE[3])
     if lse_ptr is not None:
         tl.store(lse_ptr + index, lse, mask=present)

@@ -60,14 +60,16 @@ def find_shared_runs(
     if step.batch == 1:
         return None
     table, size = step.block_table, step.block_size
+    first_blocks, group_of_row, group_sizes = np.unique(table[:, 0], return_inverse=True, return_counts=True)
+    is_shared = (first_blocks != 0) & (group_sizes > 1)
+    if not is_shared.any():
+        return None
     full_blocks = step.past_lens // size
     first_tokens = np.zeros(step.batch, dtype=np.int32)
     tiles: list[tuple[np.ndarray, int]] = []
     saved = 0
-    for first_block in np.unique(table[:, 0]):
-        rows = np.flatnonzero(table[:, 0] == first_block)
-        if first_block == 0 or len(rows) == 1:
-            continue
+    for group in np.flatnonzero(is_shared):
+        rows = np.flatnonzero(group_of_row == group)
         width = int(full_blocks[rows].min())
         differs = (table[rows, :width] != table[rows[0], :width]).any(axis=0)
         length = (int(differs.argmax()) if differs.any() else width) * size
@@ -103,22 +105,17 @@ def attend_shared_kernel(
     num_splits,
     all_splits,
     query_strides,  # (batch, head, token)
-    SHAPE: tl.constexpr,  # KEY_DIM, KEY_MAIN, KEY_REST, VALUE_DIM, VALUE_MAIN, VALUE_REST
+    KEY: tl.constexpr,  # shape of keys, of values, and what stands in the blocks, as in `Format`
+    VALUE: tl.constexpr,
+    FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
     SEQUENCES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Attention of several sequences to the run that they share. Grid: tiles * splits | KV heads."""
-    KEY_DIM: tl.constexpr = SHAPE[0]
-    KEY_MAIN: tl.constexpr = SHAPE[1]
-    KEY_REST: tl.constexpr = SHAPE[2]
-    VALUE_DIM: tl.constexpr = SHAPE[3]
-    VALUE_MAIN: tl.constexpr = SHAPE[4]
-    VALUE_REST: tl.constexpr = SHAPE[5]
     tile = tl.program_id(0) // num_splits
     split = tl.program_id(0) % num_splits
     kv_head = tl.program_id(1)
@@ -135,25 +132,26 @@ def attend_shared_kernel(
     begin = split * split_length
     end = tl.minimum(begin + split_length, length)
 
-    q, q_rest = load_query(query_ptr, query_strides, batch, head, query, present, KEY_DIM, KEY_MAIN, KEY_REST)
-    state = nothing_seen(ROWS, VALUE_MAIN, VALUE_REST)
+    q, q_rest = load_query(query_ptr, query_strides, batch, head, query, present, KEY)
+    state = nothing_seen(ROWS, VALUE)
 
     head_slots = kv_head.to(tl.int64) * num_slots
-    key_base = key_ptr + head_slots * KEY_DIM
-    value_base = value_ptr + head_slots * VALUE_DIM
+    key_base = key_ptr + head_slots * KEY[0]
+    value_base = value_ptr + head_slots * VALUE[0]
     table = block_table_ptr + tl.load(tile_rows_ptr + tile * SEQUENCES) * table_width
     interior_end = end // TILE * TILE
     everyone_sees = length + query  # the run lies before every query
     state = attend_tiles(
-        state, q, q_rest, everyone_sees, begin, interior_end, 0, length,
-        key_base, value_base, KEY_DIM, VALUE_DIM, table, None, scale_log2,
-        SHAPE, BLOCK_SIZE, TILE, 0, SOFTCAP, False, False, PRECISION,
+        state, q, q_rest, everyone_sees, begin, interior_end, interior_end, interior_end, 0, length,
+        key_base, value_base, KEY[0], VALUE[0], (), table, None, scale_log2,
+        KEY, VALUE, FORMAT, BLOCK_SIZE, TILE, 0, SOFTCAP, False, False,
     )  # fmt: skip
+    tail = tl.maximum(begin, interior_end)
     state = attend_tiles(
-        state, q, q_rest, everyone_sees, tl.maximum(begin, interior_end), end, 0, length,
-        key_base, value_base, KEY_DIM, VALUE_DIM, table, None, scale_log2,
-        SHAPE, BLOCK_SIZE, TILE, 0, SOFTCAP, False, True, PRECISION,
+        state, q, q_rest, everyone_sees, tail, end, tail, tail, 0, length,
+        key_base, value_base, KEY[0], VALUE[0], (), table, None, scale_log2,
+        KEY, VALUE, FORMAT, BLOCK_SIZE, TILE, 0, SOFTCAP, False, True,
     )  # fmt: skip
 
     index = ((batch * query_length + query) * (tl.num_programs(1) * GROUP) + head) * all_splits + split
-    store_results(partial_ptr, partial_lse_ptr, index, state, present, VALUE_DIM, VALUE_MAIN, VALUE_REST)
+    store_results(partial_ptr, partial_lse_ptr, index, state, present, VALUE)

@@ -19,21 +19,12 @@ def score_factor(scale: float, softcap: float | None) -> float:
     return (scale if softcap is None else 2 * scale / softcap) * LOG2_E.value
 
 
-def parts(dim: int) -> tuple[int, int]:
-    """A width as the two that kernels take: the largest power of two in it, and the rest, at least 16 if there is any.
-
-    A dot product needs 16 elements at least; what stands beyond the width is masked.
-    """
-    main = max(16, 1 << (dim.bit_length() - 1))
-    rest = dim - main
-    return (main, 0) if rest <= 0 else (main, max(16, triton.next_power_of_2(rest)))
-
-
 @triton.jit
 def scaled(scores, scale_log2, SOFTCAP: tl.constexpr):
     """Raw products as scores in units of log2.
 
-    `scale_log2` comes from `score_factor`: the scale times log2(e), with a softcap 2 * scale / softcap * log2(e).
+    `scale_log2`, one number or one for each key, comes from `score_factor`: the scale times log2(e), with a softcap
+    2 * scale / softcap * log2(e).
     `softcap * tanh(x)` is computed as `softcap * (1 - 2 / (1 + exp(2 x)))`, which saturates instead of overflowing.
     """
     scores = scores * scale_log2
@@ -72,13 +63,14 @@ def with_sink(sink, maximum, total):
     """
     sink = sink.to(tl.float32) * LOG2_E
     new_maximum = tl.maximum(maximum, sink)
-    factor = tl.exp2(maximum - new_maximum)
-    return factor, new_maximum, total * factor + tl.exp2(sink - new_maximum)
+    safe_maximum = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+    factor = tl.exp2(maximum - safe_maximum)
+    return factor, new_maximum, total * factor + tl.exp2(sink - safe_maximum)
 
 
 @triton.jit
 def finished(maximum, total):
     """The factor that normalises what was summed, 0 for a row that saw nothing, and its log2-sum-exp2."""
-    saw_any = total > 0.0
+    saw_any = total != 0.0  # NaN included
     safe_total = tl.where(saw_any, total, 1.0)
     return tl.where(saw_any, 1.0 / safe_total, 0.0), tl.where(saw_any, maximum + tl.log2(safe_total), -float("inf"))

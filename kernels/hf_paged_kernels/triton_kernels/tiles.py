@@ -3,25 +3,35 @@
 import triton
 import triton.language as tl
 
+from hf_paged_kernels.triton_kernels.codes import channels_of, grouped_keys, grouped_values, operand
 from hf_paged_kernels.triton_kernels.softmax import scaled, updated
 
 
 @triton.jit
-def slots_of_tile(block_table_ptr, first, last, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Where the tokens `first .. first + TILE - 1` of a row lie, as a 64-bit slot and offsets from it `[TILE]`.
-
-    A tile inside one block takes one block id. The wide part is then a scalar, and the offsets stay in 32 bits.
-    The table is not read for tokens from `last` on.
-    """
+def block_ids_of_tile(block_table_ptr, first, last, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The block ids of the tokens `first .. first + TILE - 1` of a row: one if a tile lies inside a block, else
+    `[TILE]`. The table is not read for tokens from `last` on."""
     if BLOCK_SIZE % TILE == 0:
-        block_id = tl.load(block_table_ptr + first // BLOCK_SIZE).to(tl.int64)
-        slot = block_id * BLOCK_SIZE + first % BLOCK_SIZE
-        offsets = tl.arange(0, TILE)
+        block_ids = tl.load(block_table_ptr + first // BLOCK_SIZE, mask=first < last, other=0)
     else:
         tokens = first + tl.arange(0, TILE)
-        block_ids = tl.load(block_table_ptr + tokens // BLOCK_SIZE, mask=tokens < last, other=0).to(tl.int64)
+        block_ids = tl.load(block_table_ptr + tokens // BLOCK_SIZE, mask=tokens < last, other=0)
+    return block_ids
+
+
+@triton.jit
+def slots_of_tile(block_ids, first, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Where the tokens `first .. first + TILE - 1` of a row lie, as a 64-bit slot and offsets from it `[TILE]`.
+
+    Inside one block the wide part is a scalar, and the offsets stay in 32 bits.
+    """
+    wide_ids = block_ids.to(tl.int64)
+    if BLOCK_SIZE % TILE == 0:
+        slot = wide_ids * BLOCK_SIZE + first % BLOCK_SIZE
+        offsets = tl.arange(0, TILE)
+    else:
         slot = tl.zeros([], tl.int64)
-        offsets = block_ids * BLOCK_SIZE + tokens % BLOCK_SIZE
+        offsets = wide_ids * BLOCK_SIZE + (first + tl.arange(0, TILE)) % BLOCK_SIZE
     return slot, offsets
 
 
@@ -56,13 +66,14 @@ def load_states(
     BEGIN: tl.constexpr,
     SIZE: tl.constexpr,
     DIM: tl.constexpr,
+    RUNS: tl.constexpr,
 ):
-    """The dims `BEGIN .. BEGIN + SIZE - 1` of a tile, `[tile, SIZE]` or transposed; 0 beyond `DIM` and for tokens that
-    are not `readable`."""
-    dims = BEGIN + tl.arange(0, SIZE)
+    """The channels at the positions `BEGIN .. BEGIN + SIZE - 1` of a tile, `[tile, SIZE]` or transposed; 0 where there
+    are none and for tokens that are not `readable`."""
+    channels, inside = channels_of(BEGIN, SIZE, DIM, RUNS)
     new_axis: tl.constexpr = 0 if TRANSPOSED else 1
-    pointers = ptr + tl.expand_dims(offsets, new_axis) * stride + tl.expand_dims(dims, 1 - new_axis)
-    inside = tl.expand_dims(dims < DIM, 1 - new_axis)
+    pointers = ptr + tl.expand_dims(offsets, new_axis) * stride + tl.expand_dims(channels, 1 - new_axis)
+    inside = tl.expand_dims(inside, 1 - new_axis)
     if MASKED and BEGIN + SIZE > DIM:
         states = tl.load(pointers, mask=tl.expand_dims(readable, new_axis) & inside, other=0.0)
     elif MASKED:
@@ -75,79 +86,146 @@ def load_states(
 
 
 @triton.jit
-def nothing_seen(ROWS: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr):
+def load_scale(ptr, offsets, readable, MASKED: tl.constexpr):
+    """The scale of each token of a tile, float32 `[tile]`; 0 for tokens that are not `readable`."""
+    scale = tl.load(ptr + offsets, mask=readable, other=0.0) if MASKED else tl.load(ptr + offsets)
+    return scale.to(tl.float32)
+
+
+@triton.jit
+def nothing_seen(ROWS: tl.constexpr, VALUE: tl.constexpr):
     """The `state` of `attend_tiles` before the first tile."""
     maximum = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, VALUE_MAIN], tl.float32)
+    acc = tl.zeros([ROWS, VALUE[1]], tl.float32)
     acc_rest = total
-    if VALUE_REST > 0:
-        acc_rest = tl.zeros([ROWS, VALUE_REST], tl.float32)
+    if VALUE[2] > 0:
+        acc_rest = tl.zeros([ROWS, VALUE[2]], tl.float32)
     return maximum, total, acc, acc_rest
 
 
 @triton.jit
 def attend_tiles(
-    state,  # maximum, total [rows]; acc, acc_rest [rows, VALUE_MAIN / VALUE_REST]
-    query,  # [rows, KEY_MAIN]
-    query_rest,  # [rows, KEY_REST]
+    state,  # maximum, total [rows]; acc, acc_rest [rows, main and rest of a value]
+    query,  # [rows, main of a key]
+    query_rest,  # [rows, rest of a key]
     queries,  # token numbers [rows]
-    begin,  # tiles are taken from `begin` ...
-    end,  # ... until `end` is reached
+    begin,  # tiles are taken from `begin`, a multiple of TILE ...
+    end,  # ... until `end` is reached ...
+    gap_begin,  # ... save those from `gap_begin` to `gap_end`, multiples of TILE or both the same
+    gap_end,
     first,  # tokens first .. last - 1 may be read
     last,
     key_ptr,
     value_ptr,
     key_stride,  # elements from token to token
     value_stride,
+    scales,  # of "int8" and "fp8" those of keys and values, of "grouped" scales and zeros of both
     block_table_ptr,
     key_mask_ptr,
     scale_log2,
-    SHAPE: tl.constexpr,  # KEY_DIM, KEY_MAIN, KEY_REST, VALUE_DIM, VALUE_MAIN, VALUE_REST
+    KEY: tl.constexpr,  # shape of keys, of values, and what stands in the blocks, as in `Format`
+    VALUE: tl.constexpr,
+    FORMAT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,  # 0: tokens lie one after the other
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr,
     MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Takes the keys of a range into the running softmax, tile by tile, and returns the new `state`."""
-    KEY_DIM: tl.constexpr = SHAPE[0]
-    KEY_MAIN: tl.constexpr = SHAPE[1]
-    KEY_REST: tl.constexpr = SHAPE[2]
-    VALUE_DIM: tl.constexpr = SHAPE[3]
-    VALUE_MAIN: tl.constexpr = SHAPE[4]
-    VALUE_REST: tl.constexpr = SHAPE[5]
+    KEY_DIM: tl.constexpr = KEY[0]
+    KEY_MAIN: tl.constexpr = KEY[1]
+    KEY_REST: tl.constexpr = KEY[2]
+    KEY_RUNS: tl.constexpr = KEY[3]
+    VALUE_DIM: tl.constexpr = VALUE[0]
+    VALUE_MAIN: tl.constexpr = VALUE[1]
+    VALUE_REST: tl.constexpr = VALUE[2]
+    VALUE_RUNS: tl.constexpr = VALUE[3]
+    IS_GROUPED: tl.constexpr = FORMAT[0] == "grouped"
+    IS_SCALED: tl.constexpr = FORMAT[0] == "int8" or FORMAT[0] == "fp8"
+    DTYPE: tl.constexpr = query.dtype
     maximum, total, acc, acc_rest = state
-    for tile in range(begin, end, TILE):
+    # Block ids are loaded a tile ahead: loads whose addresses wait for a load of the same round are not overlapped.
+    block_ids = 0
+    gap = gap_end - gap_begin
+    if BLOCK_SIZE > 0:
+        next_tile = tl.where(begin < gap_begin, begin, begin + gap)
+        block_ids = block_ids_of_tile(block_table_ptr, next_tile, tl.minimum(end, last), BLOCK_SIZE, TILE)
+    for position in range(begin, end - gap, TILE):
+        tile = tl.where(position < gap_begin, position, position + gap)
         keys = tile + tl.arange(0, TILE)
         visible, readable = keys, keys
         if MASKED:
             visible, readable = visible_keys(keys, queries, first, last, key_mask_ptr, WINDOW, HAS_KEY_MASK)
+        block_id = block_ids  # of codes in groups, whose tiles lie inside a block
         if BLOCK_SIZE > 0:
-            slot, offsets = slots_of_tile(block_table_ptr, tile, last, BLOCK_SIZE, TILE)
+            slot, offsets = slots_of_tile(block_ids, tile, BLOCK_SIZE, TILE)
+            next_tile = tl.where(position + TILE < gap_begin, tile + TILE, position + TILE + gap)
+            block_ids = block_ids_of_tile(block_table_ptr, next_tile, tl.minimum(end, last), BLOCK_SIZE, TILE)
         else:
             slot, offsets = tl.zeros([], tl.int64) + tile, tl.arange(0, TILE)
         tile_key_ptr = key_ptr + slot * key_stride
         tile_value_ptr = value_ptr + slot * value_stride
 
-        key = load_states(tile_key_ptr, offsets, key_stride, readable, MASKED, True, 0, KEY_MAIN, KEY_DIM)
-        products = tl.dot(query, key, input_precision=PRECISION)
+        if IS_GROUPED:
+            KEY_CODES: tl.constexpr = KEY_RUNS * key_ptr.dtype.element_ty.primitive_bitwidth // 8
+            codes = load_states(
+                tile_key_ptr, offsets, key_stride, readable, MASKED, False,
+                0, KEY_MAIN // KEY_CODES, KEY_DIM // KEY_CODES, 1,
+            )  # fmt: skip
+            first_scale = block_id.to(tl.int64) * (BLOCK_SIZE // FORMAT[3] * KEY_DIM)
+            key = grouped_keys(
+                codes, scales[0] + first_scale, scales[1] + first_scale, tile % BLOCK_SIZE,
+                DTYPE, TILE, FORMAT[3], FORMAT[1], KEY_DIM, KEY_MAIN,
+            )  # fmt: skip
+        else:
+            key = load_states(
+                tile_key_ptr, offsets, key_stride, readable, MASKED, True, 0, KEY_MAIN, KEY_DIM, KEY_RUNS
+            )  # fmt: skip
+            key = operand(key, DTYPE, FORMAT)
+        products = tl.dot(query, key, input_precision="ieee")
         if KEY_REST > 0:
-            key = load_states(tile_key_ptr, offsets, key_stride, readable, MASKED, True, KEY_MAIN, KEY_REST, KEY_DIM)
-            products = tl.dot(query_rest, key, products, input_precision=PRECISION)
-        scores = scaled(products, scale_log2, SOFTCAP)
+            key = load_states(
+                tile_key_ptr, offsets, key_stride, readable, MASKED, True, KEY_MAIN, KEY_REST, KEY_DIM, KEY_RUNS
+            )  # fmt: skip
+            products = tl.dot(query_rest, operand(key, DTYPE, FORMAT), products, input_precision="ieee")
+        factor = scale_log2
+        if IS_SCALED:
+            key_scale = load_scale(scales[0] + slot, offsets, readable, MASKED)
+            factor = (key_scale * (scale_log2 * FORMAT[1]))[None, :]
+        scores = scaled(products, factor, SOFTCAP)
         if MASKED:
             scores = tl.where(visible, scores, -float("inf"))
         weights, factor, maximum, total = updated(scores, maximum, total, MASKED)
 
-        value = load_states(tile_value_ptr, offsets, value_stride, readable, MASKED, False, 0, VALUE_MAIN, VALUE_DIM)
-        weights = weights.to(value.dtype)
-        acc = tl.dot(weights, value, acc * factor[:, None], input_precision=PRECISION)
+        if IS_SCALED:
+            value_scale = load_scale(scales[1] + slot, offsets, readable, MASKED)
+            weights = weights * (value_scale * FORMAT[1])[None, :]
+        weights = weights.to(DTYPE)
+        if IS_GROUPED:
+            VALUE_CODES: tl.constexpr = VALUE_RUNS * value_ptr.dtype.element_ty.primitive_bitwidth // 8
+            codes = load_states(
+                tile_value_ptr, offsets, value_stride, readable, MASKED, False,
+                0, VALUE_MAIN // VALUE_CODES, VALUE_DIM // VALUE_CODES, 1,
+            )  # fmt: skip
+            first_scale = slot * (VALUE_DIM // FORMAT[4])
+            value = grouped_values(
+                codes, scales[2] + first_scale, scales[3] + first_scale, offsets, readable,
+                DTYPE, TILE, FORMAT[4], FORMAT[2], VALUE_DIM, VALUE_MAIN,
+            )  # fmt: skip
+        else:
+            value = load_states(
+                tile_value_ptr, offsets, value_stride, readable, MASKED, False, 0, VALUE_MAIN, VALUE_DIM, VALUE_RUNS
+            )  # fmt: skip
+            value = operand(value, DTYPE, FORMAT)
+        acc = tl.dot(weights, value, acc * factor[:, None], input_precision="ieee")
         if VALUE_REST > 0:
             value = load_states(
-                tile_value_ptr, offsets, value_stride, readable, MASKED, False, VALUE_MAIN, VALUE_REST, VALUE_DIM
-            )
-            acc_rest = tl.dot(weights, value, acc_rest * factor[:, None], input_precision=PRECISION)
+                tile_value_ptr, offsets, value_stride, readable, MASKED, False,
+                VALUE_MAIN, VALUE_REST, VALUE_DIM, VALUE_RUNS,
+            )  # fmt: skip
+            value = operand(value, DTYPE, FORMAT)
+            acc_rest = tl.dot(weights, value, acc_rest * factor[:, None], input_precision="ieee")
     return maximum, total, acc, acc_rest

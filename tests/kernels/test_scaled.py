@@ -1,0 +1,130 @@
+"""`int8` and `fp8`: each token of each head is quantized by itself, as the definition says."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hf_paged_kernels import ScaledBlocks, TokenIndex
+
+from tests.kernels.definition import E4M3, LARGEST_CODE, LARGEST_HALF, assert_as_near, hard_inputs, token_wise
+from tests.kernels.hostile import poison_planes
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+HEADS, BLOCK_SIZE, DIMS, NUM_BLOCKS = 2, 16, (24, 8), 5
+KINDS = sorted(hard_inputs((1, 1, 16, 8), torch.Generator()))
+names = pytest.mark.parametrize("name", ["int8", "fp8"])
+
+
+def new_blocks(name: str, dtype: torch.dtype = torch.float32) -> ScaledBlocks:
+    shape = (HEADS, NUM_BLOCKS, BLOCK_SIZE)
+    blocks = ScaledBlocks(
+        *(torch.empty(*shape, dim, dtype=torch.int8) for dim in DIMS),
+        *(torch.empty(shape, dtype=torch.float16) for _ in DIMS),
+        code_dtype=torch.int8 if name == "int8" else torch.float8_e4m3fn,
+        dtype=dtype,
+    )
+    poison_planes(blocks)
+    return blocks
+
+
+def write(blocks: ScaledBlocks, key: torch.Tensor, value: torch.Tensor, slots: list[list[int]]) -> None:
+    index = TokenIndex.from_slots(np.array(slots), blocks)
+    blocks.write("key", key, index)
+    blocks.write("value", value, index)
+
+
+def read_back(name: str, states: torch.Tensor) -> tuple[torch.Tensor, ScaledBlocks]:
+    """What keys `[HEADS, BLOCK_SIZE, DIMS[0]]` read as in the model's dtype, and the blocks: all in block 2."""
+    blocks = new_blocks(name, states.dtype)
+    write(blocks, states[None], states[None, ..., : DIMS[1]], [list(range(2 * BLOCK_SIZE, 3 * BLOCK_SIZE))])
+    return blocks.read_blocks("key", torch.tensor([2]))[:, 0], blocks
+
+
+@names
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_read_is_what_the_definition_says(name: str, kind: str, dtype: torch.dtype) -> None:
+    states = hard_inputs((HEADS, BLOCK_SIZE, DIMS[0]), torch.Generator().manual_seed(0))[kind].to(dtype)
+    read, _ = read_back(name, states)
+    assert read.dtype == dtype
+    exact = states.double()
+    assert_as_near(read, token_wise(exact.numpy(), name), exact, axis=-1)
+
+
+@names
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_are_the_nearest_ones_to_the_stored_scale(name: str, kind: str) -> None:
+    states = hard_inputs((HEADS, BLOCK_SIZE, DIMS[0]), torch.Generator().manual_seed(1))[kind]
+    _, blocks = read_back(name, states)
+    exact, bits = states.double().numpy(), blocks.key[:, 2].view(torch.uint8).numpy()
+    codes = bits.astype(np.int8).astype(np.float64) if name == "int8" else E4M3[bits]
+    scale = blocks.key_scale[:, 2].double().numpy()
+    assert np.abs(scale - np.abs(exact).max(-1) / LARGEST_CODE[name]).max() <= max(scale.max() * 2**-11, 2.0**-25)
+    grid = np.arange(-127.0, 128) if name == "int8" else E4M3[~np.isnan(E4M3)]
+    nearest = np.abs(grid * scale[..., None, None] - exact[..., None]).min(-1)
+    assert (np.abs(codes * scale[..., None] - exact) <= nearest + 1e-6 * np.abs(exact)).all()
+
+
+@names
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_error_is_bounded(name: str, kind: str, dtype: torch.dtype) -> None:
+    """int8: half a step of the token's largest value. fp8: half a unit of the last of 4 bits of each value."""
+    states = hard_inputs((HEADS, BLOCK_SIZE, DIMS[0]), torch.Generator().manual_seed(2))[kind].to(dtype)
+    read, _ = read_back(name, states)
+    exact = states.double()
+    largest = exact.abs().amax(-1, keepdim=True)
+    smallest_scale = 2.0**-24  # of float16; what is smaller is rounded to a multiple of it
+    if name == "int8":
+        bound = largest / 254 * 1.001 + 127 * smallest_scale / 2
+    else:
+        bound = torch.maximum(exact.abs() / 16, largest / 448 / 2**9) * 1.001 + 448 * smallest_scale / 2
+    assert bool(((read.double() - exact).abs() <= bound + torch.finfo(dtype).eps * exact.abs()).all())
+
+
+@names
+def test_nan_stays_with_its_token_and_infinity_becomes_the_largest_value(name: str) -> None:
+    states = torch.randn(HEADS, BLOCK_SIZE, DIMS[0], generator=torch.Generator().manual_seed(0))
+    clean, _ = read_back(name, states)
+    broken = states.clone()
+    broken[0, 3, 5], broken[1, 7, 0], broken[1, 8, 2] = math.nan, math.inf, -math.inf
+    read, _ = read_back(name, broken)
+    assert bool(read[0, 3].isnan().all())
+    largest = LARGEST_CODE[name] * LARGEST_HALF
+    assert (float(read[1, 7, 0]), float(read[1, 8, 2])) == (largest, -largest)
+    assert not bool(read[1].isnan().any())
+    untouched = torch.ones(HEADS, BLOCK_SIZE, dtype=torch.bool)
+    untouched[[0, 1, 1], [3, 7, 8]] = False
+    assert torch.equal(read[untouched], clean[untouched])
+
+
+@names
+def test_only_the_written_slots_change(name: str) -> None:
+    blocks, untouched = new_blocks(name), new_blocks(name)
+    key, value = (torch.randn(2, HEADS, 3, dim) for dim in DIMS)
+    write(blocks, key, value, [[-1, 17, 60], [-1, -1, 33]])
+    is_written = torch.zeros(NUM_BLOCKS * BLOCK_SIZE, dtype=torch.bool)
+    is_written[[17, 60, 33]] = True
+    for plane, before in zip(blocks.planes, untouched.planes, strict=True):
+        slots, slots_before = (it.view(torch.uint8).reshape(HEADS, len(is_written), -1) for it in (plane, before))
+        assert torch.equal(slots[:, ~is_written], slots_before[:, ~is_written])
+    for part, states in (("key", key), ("value", value)):
+        read = blocks.read_blocks(part, torch.tensor([1, 2, 3])).flatten(1, 2)
+        torch.testing.assert_close(read[:, 1], states[0, :, 1], atol=0.2, rtol=0.07)
+        torch.testing.assert_close(read[:, 44], states[0, :, 2], atol=0.2, rtol=0.07)
+        torch.testing.assert_close(read[:, 17], states[1, :, 2], atol=0.2, rtol=0.07)
+
+
+@names
+def test_a_token_has_the_same_codes_whatever_is_written_with_it(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    key, value = (torch.randn(1, HEADS, BLOCK_SIZE, dim, generator=generator) for dim in DIMS)
+    together, apart = new_blocks(name), new_blocks(name)
+    write(together, key, value, [list(range(BLOCK_SIZE))])
+    for token in reversed(range(BLOCK_SIZE)):
+        write(apart, key[:, :, token : token + 1], value[:, :, token : token + 1], [[token]])
+    for plane, other in zip(together.planes, apart.planes, strict=True):
+        assert torch.equal(plane.view(torch.uint8), other.view(torch.uint8))
