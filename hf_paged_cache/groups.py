@@ -99,9 +99,7 @@ class LayerGroup:
             OutOfBlocks: it does not.
         """
         self._give_up_old_tokens()
-        self.pool.check_room(self.table.blocks_to_extend(num_new, attended, keep_past=keep_past))
-        if self.pool.hot is not None:
-            self.pool.hot.check_room(self.table.hot_blocks_to_extend(num_new, attended, keep_past=keep_past))
+        self.pool.check_room(*self.table.blocks_to_extend(num_new, attended, keep_past=keep_past))
 
     def stored(self, layer_idx: int) -> StepMetadata:
         """A step without new tokens, to read what a layer has been given; the same one until that changes."""

@@ -171,14 +171,18 @@ class GroupPool:
                 self._grow(count, missing)
         return self.allocator.allocate(count)
 
-    def check_room(self, count: int) -> None:
-        """Checks that `allocate(count)` would succeed.
+    def check_room(self, count: int, hot_count: int = 0) -> None:
+        """Checks that `allocate(count)` would succeed, after `hot.allocate(hot_count)`.
 
         Raises:
             OutOfBlocks: it would not.
         """
+        reserved = 0
+        if hot_count:
+            self.hot.check_room(hot_count)
+            reserved = max(hot_count - self.hot.allocator.num_available, 0) * self.hot.block_bytes
         missing = count - self.allocator.num_available
-        allowed = self._allowed_blocks()
+        allowed = self._allowed_blocks(reserved)
         if missing > 0 and allowed is not None and self.allocator.num_blocks + missing > allowed:
             raise self._out_of_blocks(count)
 
@@ -230,17 +234,18 @@ class GroupPool:
         self._budget.promise(num_blocks * missing_bytes - self._promised)
         self._promised = num_blocks * missing_bytes
 
-    def _allowed_blocks(self) -> int | None:
-        """Blocks that the group may hold now, the null block included; `None` for no limit."""
-        limits = (self._max_blocks + 1 if self._max_blocks is not None else None, self._blocks_by_memory())
+    def _allowed_blocks(self, reserved: int = 0) -> int | None:
+        """Blocks that the group may hold now, the null block included, if others get `reserved` bytes of what remains;
+        `None` for no limit."""
+        limits = (self._max_blocks + 1 if self._max_blocks is not None else None, self._blocks_by_memory(reserved))
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def _blocks_by_memory(self) -> int | None:
+    def _blocks_by_memory(self, reserved: int = 0) -> int | None:
         if self._budget.remaining is None or not self.block_bytes:
             return None
         # While a layer is moved its old tensors are still there.
         moving = max(layer.num_bytes for layer in self.layers.values())
-        return (self._budget.remaining + self._promised + self.num_bytes - moving) // self.block_bytes
+        return (self._budget.remaining - reserved + self._promised + self.num_bytes - moving) // self.block_bytes
 
     def _out_of_blocks(self, needed: int) -> OutOfBlocks:
         by_memory = self._blocks_by_memory()

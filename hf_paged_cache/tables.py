@@ -134,13 +134,10 @@ class BlockTable:
             self.first_kept_column = max(self.first_kept_column, self.num_columns - self.window + 1)
         return self._step(num_new, need), moves
 
-    def blocks_to_extend(self, num_new: int, attended: np.ndarray | None, *, keep_past: bool) -> int:
-        """Blocks that `extend` with these arguments would take."""
-        return self._need(num_new, attended, keep_past).count
-
-    def hot_blocks_to_extend(self, num_new: int, attended: np.ndarray | None, *, keep_past: bool) -> int:
-        """Hot blocks that it would take."""
-        return self._need(num_new, attended, keep_past).hot_count
+    def blocks_to_extend(self, num_new: int, attended: np.ndarray | None, *, keep_past: bool) -> tuple[int, int]:
+        """Blocks and hot blocks that `extend` with these arguments would take."""
+        need = self._need(num_new, attended, keep_past)
+        return need.count, 0 if self.hot is None else need.hot_count
 
     def blocks_to_seal(self) -> tuple[tuple[np.ndarray, np.ndarray], Pairs]:
         """The hot blocks that are to be quantized before the next step.

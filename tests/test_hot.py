@@ -283,8 +283,7 @@ class TestOutOfBlocks:
             rows.table.crop(num_old - removed)
             rows.table.select(np.array([0, 0, 1, 1]))
             rows.table.drop_hot(rows.table.blocks_to_seal()[0])
-            needed = rows.table.blocks_to_extend(num_new, None, keep_past=False)
-            hot_needed = rows.table.hot_blocks_to_extend(num_new, None, keep_past=False)
+            needed, hot_needed = rows.table.blocks_to_extend(num_new, None, keep_past=False)
             rows.allocator.allocate(rows.allocator.num_available - needed)
             rows.hot_allocator.allocate(rows.hot_allocator.num_available - hot_needed)
             allocator = rows.allocator if lacking == "blocks" else rows.hot_allocator

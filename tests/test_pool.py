@@ -291,6 +291,21 @@ class TestLimits:
                 pool.check_room(count)
         assert pool.allocator.num_referenced == 4
 
+    def test_room_is_for_blocks_and_hot_blocks_together(self):
+        """Two pools on one budget, in which each would find room alone."""
+        budget = MemoryBudget(12 * BLOCK_BYTES)
+        hot = GroupPool(always(RawCodec()), SIZE, 1, budget, is_only_group=False)
+        pool = GroupPool(always(make_codec("int4")), SIZE, 1, budget, is_only_group=False, hot=hot)
+        pool.layer(0, *states())
+        pool.check_room(20)
+        pool.check_room(0, 8)
+        pool.check_room(10, 4)
+        with pytest.raises(OutOfBlocks):
+            pool.check_room(20, 8)
+        hot.allocate(4)
+        pool.allocate(10)
+        assert budget.allocated <= budget.limit
+
     def test_a_layer_that_has_no_room_is_refused_and_not_counted(self):
         pool = make_pool(limit=20 * BLOCK_BYTES)
         pool.allocate(5)

@@ -74,7 +74,7 @@ class TestCopyOnWrite:
         table.extend(1, num_columns)
         last = int(table.block_ids[0, blocks_of(num_columns) - 1])
         table.select(np.zeros(3, dtype=np.int64))
-        assert table.blocks_to_extend(num_new, None, keep_past=False) == (
+        assert table.blocks_to_extend(num_new, None, keep_past=False)[0] == (
             3 * (blocks_of(num_columns + num_new) - blocks_of(num_columns)) + (2 if num_columns % SIZE else 0)
         )
         step, moves = table.extend(3, num_new)
@@ -107,7 +107,7 @@ class TestCopyOnWrite:
         table.extend(1, 6)
         fork = table.fork(4)
         del fork
-        assert table.blocks_to_extend(1, None, keep_past=False) == 0
+        assert table.blocks_to_extend(1, None, keep_past=False) == (0, 0)
         step, moves = table.extend(1, 1)
         assert moves.copies == []
         assert slots(step) == [[10]]
@@ -151,7 +151,7 @@ class TestOutOfBlocks:
             table, allocator = make_table(num_blocks=60, window=window)
             table.extend(2, num_old, mask("x" * num_old, "." + "x" * (num_old - 1)))
             table.select(np.arange(2).repeat(sharers))
-            needed = table.blocks_to_extend(num_new, None, keep_past=False)
+            needed, _ = table.blocks_to_extend(num_new, None, keep_past=False)
             others = allocator.allocate(allocator.num_available - needed)
             if needed:
                 one_too_many = allocator.allocate(1)
