@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def positive(text: str) -> int:
@@ -37,3 +38,10 @@ def new_file(text: str) -> Path:
     if not Path(text).resolve().parent.is_dir():
         raise argparse.ArgumentTypeError(f"the folder of {text} does not exist")
     return Path(text)
+
+
+def fill(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
+    """Sets the options that were not given."""
+    for name, value in defaults.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import torch
-from arguments import chosen_from, new_file, positive, positives
+from arguments import chosen_from, fill, new_file, positive, positives
 from kernel_peers import PEERS, contenders
 from kernel_problems import BLOCK_SIZE, Heads, Shape
 from kernel_sections import KernelBench
@@ -97,9 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
-    for name, value in (QUICK if arguments.quick else FULL).items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
+    fill(arguments, QUICK if arguments.quick else FULL)
     return arguments
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from arguments import chosen_from, new_file, positive, positives
+from arguments import chosen_from, fill, new_file, positive, positives
 from machine import describe
 from quality_bench import Bench, Row, Task
 from quality_caches import CACHES, REFERENCE, CacheKind, detailed_kind, missing_requirement
@@ -138,9 +138,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
-    for name, value in (QUICK if arguments.quick else FULL).items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
+    fill(arguments, QUICK if arguments.quick else FULL)
     if arguments.stored == 1:
         parser.error("--stored must be less than 1: the rest of a window is what is scored")
     if arguments.pairs > len(RECALL_WORDS):

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 import kernel_speed
 import torch
-from arguments import chosen_from, new_file, positive, positives
+from arguments import chosen_from, fill, new_file, positive, positives
 from bookkeeping import measure_bookkeeping
 from machine import describe
 from plot import plot
@@ -100,9 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
-    for name, value in (QUICK if arguments.quick else FULL).items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
+    fill(arguments, QUICK if arguments.quick else FULL)
     if arguments.new_tokens < 2:
         parser.error("--new-tokens must be at least 2: the first comes from the prefill, steps are timed after it")
     if arguments.plot is not None:
