@@ -83,8 +83,8 @@ def launches_of(target: str) -> list[tuple[Launch, int]]:
 def step(query_length: int, num_tokens: int = 1024, batch: int = 1) -> StepMetadata:
     """A step of rows that share all blocks, of which codes in groups are all but the first and the last one."""
     width = num_tokens // BLOCK_SIZE
-    hot_table = np.zeros((batch, width), dtype=np.int32)
-    hot_table[:, 0], hot_table[:, -1] = 1, 2
+    hot_table = np.full((batch, width), -1, dtype=np.int32)
+    hot_table[:, 0], hot_table[:, -1] = 0, 1
     return StepMetadata(
         block_table=np.arange(1, width + 1, dtype=np.int32)[None].repeat(batch, axis=0),
         seq_lens=np.full(batch, num_tokens, dtype=np.int32),

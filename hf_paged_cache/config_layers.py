@@ -51,7 +51,12 @@ class GroupFactory:
         if num_quantizing:
             exact = LayerCodecs("raw", codec_of(layers[0]).backend)
             hot_pool = GroupPool(
-                partial(exact.of, is_sliding=False), self.block_size, num_quantizing, self.budget, is_only_group=False
+                partial(exact.of, is_sliding=False),
+                self.block_size,
+                num_quantizing,
+                self.budget,
+                is_only_group=False,
+                has_null_block=False,
             )
             hot_rows = HotRows(self.codecs.hot, self.block_size, hot_pool.allocator, hot_pool.allocate)
         pool = GroupPool(

@@ -78,6 +78,11 @@ class HotRows:
         """int32 `[num_rows, width]`, logical block -> hot block; 0 where a row reads codes, or has no block."""
         return self.rows.ids
 
+    @property
+    def places(self) -> np.ndarray:
+        """`ids` as places in memory, where hot blocks begin at 0 without a null block: -1 for 0."""
+        return self.rows.ids - 1
+
     def are_cold(self, seq_lens: np.ndarray, width: int) -> np.ndarray:
         """Which blocks rows of these lengths read as codes, bool `[num_rows, width]`."""
         block = np.arange(width)[None]

@@ -25,7 +25,7 @@ class LayerPool:
         codec: how tokens are stored.
         geometry: shape, dtypes and device of the layer's keys and values.
         block_size: tokens a block.
-        num_blocks: blocks to begin with, the null block included.
+        num_blocks: blocks to begin with, the null block included if there is one.
         hot: the pool of the layer's hot blocks, for a codec that quantizes whole blocks.
     """
 
@@ -82,6 +82,7 @@ class GroupPool:
         max_blocks: blocks that the group may hold, allocated at once; `None` for no such limit.
         is_only_group: nothing else shares the budget, so that all of it is allocated at once.
         hot: the hot blocks of layers whose codec quantizes whole blocks.
+        has_null_block: whether memory is held for id 0. Without it a block lies one place lower than its id says.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class GroupPool:
         max_blocks: int | None = None,
         is_only_group: bool = True,
         hot: "GroupPool | None" = None,
+        has_null_block: bool = True,
     ) -> None:
         self.allocator = BlockAllocator()
         self.layers: dict[int, LayerPool] = {}
@@ -105,6 +107,7 @@ class GroupPool:
         self._budget = budget
         self._max_blocks = max_blocks
         self._is_only_group = is_only_group
+        self._ids_without_memory = 0 if has_null_block else 1
         self._promised = 0
 
     def __del__(self) -> None:
@@ -148,8 +151,7 @@ class GroupPool:
         if pool is None:
             geometry, codec = Geometry.of(key, value), self._codec_of(layer_idx)
             hot = None if codec.hot is None else self.hot.layer(layer_idx, key, value)
-            # While there is only the null block there is nothing to hold.
-            num_blocks = self.allocator.num_blocks if self.allocator.num_blocks > 1 else 0
+            num_blocks = self._num_stored(self.allocator.num_blocks)
             num_bytes = num_blocks * codec.block_bytes(geometry, self._block_size)
             if self._budget.remaining is not None and num_bytes > self._budget.remaining + self._promised:
                 raise self._out_of_blocks(num_blocks)
@@ -213,15 +215,16 @@ class GroupPool:
             target = present + max(missing, present // GROWTH)
             target = target if allowed is None else min(target, allowed)
         # Layer by layer, so that at most one layer is held twice.
+        num_blocks = self._num_stored(target)
         for layer in self.layers.values():
             old_bytes = layer.num_bytes
-            if layer.num_blocks >= target:
+            if layer.num_blocks >= num_blocks:
                 continue  # moved by an attempt that ran out of memory at a later layer
-            self._budget.add(target * layer.block_bytes)
+            self._budget.add(num_blocks * layer.block_bytes)
             try:
-                layer.grow(target)
+                layer.grow(num_blocks)
             except BaseException:
-                self._budget.remove(target * layer.block_bytes)
+                self._budget.remove(num_blocks * layer.block_bytes)
                 raise
             self._budget.remove(old_bytes)
         self.allocator.grow(target)
@@ -230,9 +233,13 @@ class GroupPool:
     def _promise(self) -> None:
         """Keeps room for the layers that are to join, with as many blocks as the others have."""
         missing_bytes = self.block_bytes - sum(layer.block_bytes for layer in self.layers.values())
-        num_blocks = self.allocator.num_blocks if self.allocator.num_blocks > 1 else 0
+        num_blocks = self._num_stored(self.allocator.num_blocks)
         self._budget.promise(num_blocks * missing_bytes - self._promised)
         self._promised = num_blocks * missing_bytes
+
+    def _num_stored(self, num_ids: int) -> int:
+        """Blocks of memory for so many ids. While there is only the null block there is nothing to hold."""
+        return num_ids - self._ids_without_memory if num_ids > 1 else 0
 
     def _allowed_blocks(self, reserved: int = 0) -> int | None:
         """Blocks that the group may hold now, the null block included, if others get `reserved` bytes of what remains;
@@ -245,7 +252,8 @@ class GroupPool:
             return None
         # While a layer is moved its old tensors are still there.
         moving = max(layer.num_bytes for layer in self.layers.values())
-        return (self._budget.remaining - reserved + self._promised + self.num_bytes - moving) // self.block_bytes
+        room = self._budget.remaining - reserved + self._promised + self.num_bytes - moving
+        return room // self.block_bytes + self._ids_without_memory
 
     def _out_of_blocks(self, needed: int) -> OutOfBlocks:
         by_memory = self._blocks_by_memory()

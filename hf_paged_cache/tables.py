@@ -147,7 +147,7 @@ class BlockTable:
             block id.
         """
         entries = self.hot.due(self.seq_lens)
-        pairs = zip(self.hot.ids[entries].tolist(), self.block_ids[entries].tolist(), strict=True)
+        pairs = zip(self.hot.places[entries].tolist(), self.block_ids[entries].tolist(), strict=True)
         return entries, list(dict.fromkeys(pairs))
 
     def drop_hot(self, entries: tuple[np.ndarray, np.ndarray]) -> None:
@@ -160,7 +160,7 @@ class BlockTable:
         """A step without new tokens, to read the first `num_columns` columns."""
         return StepMetadata(
             block_table=self.block_ids.copy(),
-            hot_table=None if self.hot is None else self.hot.ids.copy(),
+            hot_table=None if self.hot is None else self.hot.places,
             seq_lens=np.maximum(num_columns - self.padding, 0),
             padding=self.padding,
             slots=np.zeros((self.num_rows, 0), dtype=np.int32),
@@ -303,9 +303,9 @@ class BlockTable:
         sources = {row: int(self.block_ids[row, need.last_block[row]]) for row in {*need.copying, *need.opening}}
         copies = [(sources[row], target) for row, target in zip(need.copying, new_ids.tolist(), strict=False)]
         moves = Moves(copies, [], [])
-        for row, target in zip(need.opening, hot_ids.tolist(), strict=False):
-            hot_source = int(self.hot.ids[row, need.last_block[row]])
-            if hot_source:
+        for row, target in zip(need.opening, (hot_ids - 1).tolist(), strict=False):
+            hot_source = int(self.hot.places[row, need.last_block[row]])
+            if hot_source >= 0:
                 moves.hot_copies.append((hot_source, target))
             else:
                 moves.thaws.append((sources[row], target))
@@ -318,15 +318,15 @@ class BlockTable:
         tokens = (seq_lens - num_new)[:, None] + np.arange(num_new, dtype=np.int32)[None]
         is_stored = tokens >= need.store_from[:, None]
 
-        def slots(table: np.ndarray) -> np.ndarray:
+        def slots(table: np.ndarray, first_block_id: int) -> np.ndarray:
             block_ids = table[np.arange(self.num_rows)[:, None], np.maximum(tokens, 0) // size]
-            return np.where(is_stored & (block_ids != 0), block_ids * size + tokens % size, -1)
+            return np.where(is_stored & (block_ids >= first_block_id), block_ids * size + tokens % size, -1)
 
         block_table = self.block_ids[:, :width].copy()
         hot_table = hot_slots = quantized = None
         if self.hot is not None:
-            hot_table = self.hot.ids[:, :width].copy()
-            hot_slots = slots(hot_table)
+            hot_table = self.hot.places[:, :width]
+            hot_slots = slots(hot_table, 0)
             rows, blocks = np.nonzero(need.is_new[:, :width] & ~need.is_new_hot[:, :width])
             first_columns = blocks * size - (seq_lens - num_new)[rows]
             quantized = np.stack([rows, first_columns, block_table[rows, blocks]], axis=1)
@@ -335,7 +335,7 @@ class BlockTable:
             hot_table=hot_table,
             seq_lens=seq_lens,
             padding=self.padding,
-            slots=slots(block_table),
+            slots=slots(block_table, 1),
             hot_slots=hot_slots,
             quantized=quantized,
             num_columns=self.num_columns,

@@ -111,9 +111,9 @@ class TestSealing:
         assert pairs == []
         assert step.block_table.tolist() == [[1, 2, 3, 4, 5]]
         assert step.quantized.tolist() == [[0, 4, 2], [0, 8, 3]]  # row, first column, block id
-        assert step.hot.block_table.tolist() == [[1, 0, 0, 2, 3]]
+        assert step.hot.block_table.tolist() == [[0, -1, -1, 1, 2]]
         assert slots(step) == [list(range(4, 23))]
-        assert slots(step.hot) == [[4, 5, 6, 7, *[-1] * 8, 8, 9, 10, 11, 12, 13, 14]]
+        assert slots(step.hot) == [[0, 1, 2, 3, *[-1] * 8, 4, 5, 6, 7, 8, 9, 10]]
         assert rows.table.blocks_to_seal()[1] == []
 
     def test_a_block_that_a_chunk_only_completes_is_quantized_later(self) -> None:
@@ -123,7 +123,7 @@ class TestSealing:
         assert step.quantized.tolist() == [[0, 2, 3]]
         assert rows.hot == [[True, True, False, True, True]]
         _, _, pairs = rows.feed(1)
-        assert pairs == [(2, 2)]
+        assert pairs == [(1, 2)]
         assert rows.hot == [[True, False, False, True, True]]
 
     def test_rows_of_unequal_length_are_quantized_each_in_its_time(self) -> None:
@@ -140,7 +140,7 @@ class TestSealing:
         rows.feed(1)
         rows.table.select(np.zeros(3, dtype=np.int64))
         _, _, pairs = rows.feed(1)
-        assert pairs == [(2, 2)]
+        assert pairs == [(1, 2)]
         assert rows.hot == [[True, False, True, True]] * 3
 
     def test_the_generation_tells_that_a_block_is_read_in_another_way(self) -> None:
@@ -184,7 +184,7 @@ class TestForks:
         rows.feed(6)
         rows.table.select(np.zeros(3, dtype=np.int64))
         _, moves, _ = rows.feed(1)
-        assert moves == Moves(copies=[(2, 3), (2, 4)], hot_copies=[(2, 3), (2, 4)], thaws=[])
+        assert moves == Moves(copies=[(2, 3), (2, 4)], hot_copies=[(1, 2), (1, 3)], thaws=[])
         assert rows.table.block_ids[:, :2].tolist() == rows.table.hot.ids[:, :2].tolist() == [[1, 3], [1, 4], [1, 2]]
 
     def test_blocks_live_as_long_as_one_table_holds_them(self) -> None:
@@ -214,7 +214,7 @@ class TestCrop:
         assert rows.hot == [[True, False, False]]
         assert rows.table.num_cold_tokens == SIZE + 2
         _, moves, _ = rows.feed(1)
-        block, hot_block = int(rows.table.block_ids[0, 2]), int(rows.table.hot.ids[0, 2])
+        block, hot_block = int(rows.table.block_ids[0, 2]), int(rows.table.hot.places[0, 2])
         assert moves == Moves([], [], thaws=[(block, hot_block)])
         assert rows.hot == [[True, False, True]]
         assert rows.feed(1)[1] == Moves([], [], [])
@@ -247,7 +247,7 @@ class TestCrop:
         other = rows.table.fork(1)
         rows.table.crop(10)
         _, moves, _ = rows.feed(1)
-        copied, hot_block = int(rows.table.block_ids[0, 2]), int(rows.table.hot.ids[0, 2])
+        copied, hot_block = int(rows.table.block_ids[0, 2]), int(rows.table.hot.places[0, 2])
         assert moves == Moves(copies=[(3, copied)], hot_copies=[], thaws=[(3, hot_block)])
         assert other.block_ids[0, 2] == 3
         assert other.hot.ids[0, 2] == 0
@@ -357,5 +357,5 @@ def test_a_step_stays_as_it_was() -> None:
     kept = rows.table.snapshot(11)
     rows.feed(20)
     rows.table.crop(3)
-    assert step.hot.block_table.tolist() == [[1, 2, 3]]
-    assert kept.hot.block_table[:, :3].tolist() == [[1, 2, 3]]
+    assert step.hot.block_table.tolist() == [[0, 1, 2]]
+    assert kept.hot.block_table[:, :3].tolist() == [[0, 1, 2]]

@@ -65,7 +65,7 @@ class HotConservation(Conservation):
         new = [row[-num_new:] for row in cache.rows]
         for row, column in np.argwhere(step.hot.slots >= 0).tolist():
             slot = int(step.hot.slots[row, column])
-            assert references[slot // SIZE] == 1, "a hot block was written that others hold"
+            assert references[slot // SIZE + 1] == 1, "a hot block was written that others hold"
             self.hot_pool[slot] = new[row][column]
         for row, first, block in step.quantized.tolist():
             self.quantize(block, np.array(new[row][first : first + SIZE]))
@@ -127,8 +127,8 @@ class HotConservation(Conservation):
         held, hot_held = self.references(), self.hot_references()
         for block in set(range(NUM_BLOCKS + 1)) - set(held):
             block_of(self.codes, block)[:] = GONE
-        for block in set(range(NUM_HOT + 1)) - set(hot_held):
-            block_of(self.hot_pool, block)[:] = GONE
+        for hot_block in set(range(1, NUM_HOT + 1)) - set(hot_held):
+            block_of(self.hot_pool, hot_block - 1)[:] = GONE
 
     @invariant()
     def every_hot_block_is_held_or_free(self) -> None:

@@ -294,7 +294,7 @@ class TestLimits:
     def test_room_is_for_blocks_and_hot_blocks_together(self):
         """Two pools on one budget, in which each would find room alone."""
         budget = MemoryBudget(12 * BLOCK_BYTES)
-        hot = GroupPool(always(RawCodec()), SIZE, 1, budget, is_only_group=False)
+        hot = GroupPool(always(RawCodec()), SIZE, 1, budget, is_only_group=False, has_null_block=False)
         pool = GroupPool(always(make_codec("int4")), SIZE, 1, budget, is_only_group=False, hot=hot)
         pool.layer(0, *states())
         pool.check_room(20)

@@ -122,5 +122,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "int4": _COMMON | {"key_bits": 4, "value_bits": 4},
     "k8v4": _COMMON | {"key_bits": 8, "value_bits": 4},
     "k4v2": _COMMON | {"key_bits": 4} | _TWO_BIT_VALUES,
-    "kivi2": _COMMON | {"key_bits": 2, "key_group": 32, "key_coverage": 0.85} | _TWO_BIT_VALUES,
+    "kivi2": _COMMON
+    | {"key_bits": 2, "key_group": 32, "key_coverage": 0.8}
+    | _TWO_BIT_VALUES
+    | {"value_coverage": 0.8},
 }

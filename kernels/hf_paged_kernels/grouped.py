@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_paged_kernels.layout import Blocks, KVBlocks, Part
+from hf_paged_kernels.layout import Blocks, KVBlocks, Part, in_model_dtype
 
 LARGEST = torch.finfo(torch.float16).max
 
@@ -59,9 +59,11 @@ class GroupedBlocks(Blocks):
         codes, scale, zero = (plane.index_select(1, block_ids) for plane in planes)
         if part == "key":
             groups = unpacked(codes, self.key_bits).unflatten(2, (scale.shape[2], -1))
-            return (groups * scale.float()[:, :, :, None] + zero.float()[:, :, :, None]).flatten(2, 3).to(self.dtype)
-        groups = unpacked(codes, self.value_bits).unflatten(-1, (scale.shape[-1], -1))
-        return (groups * scale.float()[..., None] + zero.float()[..., None]).flatten(-2).to(self.dtype)
+            states = (groups * scale.float()[:, :, :, None] + zero.float()[:, :, :, None]).flatten(2, 3)
+        else:
+            groups = unpacked(codes, self.value_bits).unflatten(-1, (scale.shape[-1], -1))
+            states = (groups * scale.float()[..., None] + zero.float()[..., None]).flatten(-2)
+        return in_model_dtype(states, self.dtype)
 
     def quantize(self, key: torch.Tensor, value: torch.Tensor, block_ids: torch.Tensor) -> None:
         """Quantizes and stores whole blocks.

@@ -53,6 +53,16 @@ class Blocks(ABC):
         return self.planes[0].device
 
 
+def in_model_dtype(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What codes read as, float32, in the model's dtype.
+
+    What float16 holds can read as a little more than it holds, since scales are rounded. It stays finite.
+    """
+    if dtype == torch.float16:
+        states = states.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
+    return states.to(dtype)
+
+
 @dataclass(frozen=True, eq=False)
 class KVBlocks(Blocks):
     """All blocks of one layer, in the model's dtype.

@@ -66,13 +66,13 @@ def _sources(
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
     """Which blocks of which store go where, and the tokens `[batch, 1, tokens, 1]` that no row has."""
     table = step.block_table[:, first_block:last_block]
-    tables = [table]
+    reads = [(table, table > 0)]
     if isinstance(blocks, HotColdBlocks):
         hot = step.hot.block_table[:, first_block:last_block]
-        tables = [np.where(hot == 0, table, 0), hot]
+        reads = [(table, (table > 0) & (hot < 0)), (hot, hot >= 0)]
     sources = []
-    for ids in tables:
-        entries = np.flatnonzero(ids)
+    for ids, are_read in reads:
+        entries = np.flatnonzero(are_read)
         pair = (entries, ids.reshape(-1)[entries])
         sources.append(tuple(torch.from_numpy(array.astype(np.int64)).to(blocks.device) for array in pair))
     tokens = np.arange(first_block * step.block_size, last_block * step.block_size)

@@ -1,18 +1,24 @@
 """Blocks of 8-bit codes with a scale for each token and head: `int8` and `fp8`.
 
-    x  =  code * scale         scale = max |x| / largest code, float16
+    x  =  code * scale         scale float16;  int8: max |x| / 127,  fp8: at least max |x| / 448
 
-A token is quantized when it is written, by itself, so nothing about it changes later.
+Floating-point codes lie the closer the smaller they are, in steps that repeat with each factor of 2. Which scale rounds
+a token best depends on all its values, so `fp8` tries some over a factor of 2 and takes the one of the least squared
+error. A token is quantized when it is written, by itself, so nothing about it changes later.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from hf_paged_kernels.layout import Blocks, Part, TokenIndex
+from hf_paged_kernels.layout import Blocks, Part, TokenIndex, in_model_dtype
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 LARGEST_SCALE = torch.finfo(torch.float16).max
+# The divergence that `eval/quality.py` measures falls by a third with 8 scales, and by a tenth more with 16.
+FP8_SCALES = 16
+# Bounds what the search takes besides, and keeps it in the processor's cache.
+VALUES_AT_A_TIME = 2**18
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +50,7 @@ class ScaledBlocks(Blocks):
     def read_blocks(self, part: Part, block_ids: torch.Tensor) -> torch.Tensor:
         planes = (getattr(self, part), getattr(self, f"{part}_scale"))
         codes, scale = (plane.index_select(1, block_ids) for plane in planes)
-        return (codes.view(self.code_dtype).float() * scale.float()[..., None]).to(self.dtype)
+        return in_model_dtype(codes.view(self.code_dtype).float() * scale.float()[..., None], self.dtype)
 
     def write(self, part: Part, states: torch.Tensor, index: TokenIndex) -> None:
         """Quantizes and stores tokens `[batch, num_kv_heads, tokens, dim]` at `index`."""
@@ -69,8 +75,30 @@ def quantized(states: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
     Returns:
         Codes `[..., dim]`, scales float16 `[...]`.
     """
-    states, largest = states.float(), LARGEST_CODE[dtype]
-    scale = (states.abs().amax(-1) / largest).clamp(max=LARGEST_SCALE).half()
-    # The codes are those of the rounded scale. Zeros have scale 0 and codes 0.
+    states = states.float()
+    smallest = states.abs().amax(-1) / LARGEST_CODE[dtype]
+    if dtype == torch.int8:
+        return _codes(states, smallest, dtype)
+    rows, smallest_of_rows = states.view(-1, states.shape[-1]), smallest.view(-1)
+    chunk = max(1, VALUES_AT_A_TIME // (FP8_SCALES * rows.shape[-1]))
+    parts = [_best_codes(*part, dtype) for part in zip(rows.split(chunk), smallest_of_rows.split(chunk), strict=True)]
+    codes, scale = (torch.cat(part) if len(parts) > 1 else part[0] for part in zip(*parts, strict=True))
+    return codes.view(states.shape), scale.view(smallest.shape)
+
+
+def _codes(states: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes nearest to `states` `[..., dim]` under scales `[...]` rounded to float16, and those."""
+    largest = LARGEST_CODE[dtype]
+    scale = scale.clamp(max=LARGEST_SCALE).half()
+    # Zeros have scale 0 and codes 0.
     codes = (states / scale.float()[..., None]).nan_to_num(0.0, largest, -largest).clamp(-largest, largest)
     return (codes.round() if dtype == torch.int8 else codes).to(dtype), scale
+
+
+def _best_codes(states: torch.Tensor, smallest: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of tokens `[n, dim]`, where each takes the best scale from `smallest` `[n]` to twice as much."""
+    factors = 2 ** (torch.arange(FP8_SCALES, device=states.device) / FP8_SCALES)
+    codes, scales = _codes(states, smallest * factors[:, None], dtype)
+    errors = (codes.float() * scales.float()[..., None] - states).square().sum(-1)
+    best, token = errors.argmin(0), torch.arange(len(states), device=states.device)
+    return codes.view(torch.uint8)[best, token].view(dtype), scales[best, token]

@@ -49,12 +49,13 @@ class StepMetadata:
         num_columns: columns after this step.
         block_size: tokens a block.
         new_tokens_stored: whether all new tokens have a slot, so that attention may read them from the blocks.
-        hot_table: int32 `[batch, max_blocks]`, the hot block of each logical block; 0 where a row reads codes. `None`
-            if there are no hot blocks.
+        hot_table: int32 `[batch, max_blocks]`, the hot block of each logical block; -1 where a row reads codes. There
+            is no null block among hot ones. `None` if there are none.
         hot_slots: int32 `[batch, query_length]`, the slots of new columns in hot blocks; -1 for those that are
             quantized at once.
         quantized: int `[n, 3]`, blocks that the new tokens fill and that are quantized at once: row, column of the
             first of their tokens among the new ones, block id.
+        first_block_id: the lowest id in `block_table` that is a block.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class StepMetadata:
         hot_table: np.ndarray | None = None,
         hot_slots: np.ndarray | None = None,
         quantized: np.ndarray | None = None,
+        first_block_id: int = 1,
     ) -> None:
         self.block_table = block_table
         self.seq_lens = seq_lens
@@ -80,6 +82,7 @@ class StepMetadata:
         self.new_tokens_stored = new_tokens_stored
         self.quantized = quantized
         self._hot_table, self._hot_slots = hot_table, hot_slots
+        self._first_block_id = first_block_id
         self.batch, self.query_length = slots.shape
         self._memo: dict[Any, Any] = {}
 
@@ -119,6 +122,7 @@ class StepMetadata:
             num_columns=self.num_columns,
             block_size=self.block_size,
             new_tokens_stored=self.new_tokens_stored,
+            first_block_id=0,
         )
 
     def memo(self, key: Any, compute: Callable[[], T]) -> T:
@@ -145,7 +149,7 @@ class StepMetadata:
         blocks = np.clip(tokens // self.block_size, 0, self.block_table.shape[1] - 1)
         blocks = np.broadcast_to(blocks, (self.batch, tokens.shape[1]))
         block_ids = np.take_along_axis(self.block_table, blocks, axis=1).astype(np.int64)
-        present = (tokens >= 0) & (tokens < self.seq_lens[:, None]) & (block_ids != 0)
+        present = (tokens >= 0) & (tokens < self.seq_lens[:, None]) & (block_ids >= self._first_block_id)
         if not self.new_tokens_stored:
             # A block may be there for tokens before those that were left out.
             columns = tokens - (self.seq_lens - self.query_length)[:, None]

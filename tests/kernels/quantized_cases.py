@@ -43,8 +43,8 @@ def quantized(
         return blocks, step, _as_read(case, rows, blocks, step.block_table)
     hot = poisoned_blocks(exact.num_blocks, exact.num_kv_heads, case.block_size, case.dims, exact.key.dtype, poison)
     random = np.random.default_rng(case.seed)
-    hot_ids = iter(random.permutation(np.arange(1, exact.num_blocks)).tolist())
-    hot_table, codes_table = np.zeros_like(step.block_table), np.zeros_like(step.block_table)
+    hot_ids = iter(random.permutation(exact.num_blocks).tolist())
+    hot_table, codes_table = np.full_like(step.block_table, -1), np.zeros_like(step.block_table)
     for (row, block), block_id in np.ndenumerate(step.block_table):
         if not block_id:
             continue

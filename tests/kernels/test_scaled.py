@@ -9,7 +9,15 @@ import pytest
 import torch
 from hf_paged_kernels import ScaledBlocks, TokenIndex
 
-from tests.kernels.definition import E4M3, LARGEST_CODE, LARGEST_HALF, assert_as_near, hard_inputs, token_wise
+from tests.kernels.definition import (
+    E4M3,
+    LARGEST_CODE,
+    LARGEST_HALF,
+    assert_as_near,
+    hard_inputs,
+    nearest_e4m3,
+    token_wise,
+)
 from tests.kernels.hostile import poison_planes
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -62,7 +70,9 @@ def test_codes_are_the_nearest_ones_to_the_stored_scale(name: str, kind: str) ->
     exact, bits = states.double().numpy(), blocks.key[:, 2].view(torch.uint8).numpy()
     codes = bits.astype(np.int8).astype(np.float64) if name == "int8" else E4M3[bits]
     scale = blocks.key_scale[:, 2].double().numpy()
-    assert np.abs(scale - np.abs(exact).max(-1) / LARGEST_CODE[name]).max() <= max(scale.max() * 2**-11, 2.0**-25)
+    smallest = np.abs(exact).max(-1) / LARGEST_CODE[name]
+    tried = smallest * 2 ** (np.arange(1 if name == "int8" else 16)[:, None, None] / 16)
+    assert np.abs(scale - tried).min(0).max() <= max(scale.max() * 2**-11, 2.0**-25)
     grid = np.arange(-127.0, 128) if name == "int8" else E4M3[~np.isnan(E4M3)]
     nearest = np.abs(grid * scale[..., None, None] - exact[..., None]).min(-1)
     assert (np.abs(codes * scale[..., None] - exact) <= nearest + 1e-6 * np.abs(exact)).all()
@@ -83,6 +93,18 @@ def test_error_is_bounded(name: str, kind: str, dtype: torch.dtype) -> None:
     else:
         bound = torch.maximum(exact.abs() / 16, largest / 448 / 2**9) * 1.001 + 448 * smallest_scale / 2
     assert bool(((read.double() - exact).abs() <= bound + torch.finfo(dtype).eps * exact.abs()).all())
+
+
+@pytest.mark.parametrize("kind", ["random", "outlier channels", "growing magnitude"])
+def test_fp8_takes_the_scale_that_rounds_a_token_best(kind: str) -> None:
+    """A fifth less squared error than with the smallest scale, and never more."""
+    states = hard_inputs((HEADS, BLOCK_SIZE, DIMS[0]), torch.Generator().manual_seed(3))[kind]
+    exact = states.double().numpy()
+    scale = np.abs(exact).max(-1, keepdims=True) / LARGEST_CODE["fp8"]
+    with_smallest = ((nearest_e4m3(exact / scale) * scale - exact) ** 2).sum(-1)
+    errors = ((read_back("fp8", states)[0].double().numpy() - exact) ** 2).sum(-1)
+    assert (errors <= with_smallest * 1.02).all()
+    assert errors.sum() < 0.8 * with_smallest.sum()
 
 
 @names

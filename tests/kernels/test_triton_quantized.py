@@ -53,14 +53,14 @@ def with_one_run_of_codes(
     poison_planes(cold)
     hot = poisoned_blocks(num_blocks, heads, size, case.dims, exact.key.dtype, poison)
     # Hot blocks have ids of their own.
-    hot_table = np.where(step.block_table > 0, num_blocks - step.block_table, 0).astype(np.int32)
+    hot_table = np.where(step.block_table > 0, num_blocks - 1 - step.block_table, -1).astype(np.int32)
     codes_table = np.zeros_like(step.block_table)
     for row, length in enumerate(case.lengths if case.new_from_blocks else case.past_lens):
         run = slice(row % 2, max(length // size - 1, row % 2))
-        codes_table[row, run], hot_table[row, run] = step.block_table[row, run], 0
+        codes_table[row, run], hot_table[row, run] = step.block_table[row, run], -1
     for block_id in codes_table[codes_table > 0].tolist():
         cold.quantize(exact.key[:, [block_id]], exact.value[:, [block_id]], torch.tensor([block_id]))
-    for row, block in zip(*hot_table.nonzero(), strict=True):
+    for row, block in zip(*np.nonzero(hot_table >= 0), strict=True):
         for plane, source in zip(hot.planes, exact.planes, strict=True):
             plane[:, hot_table[row, block]] = source[:, step.block_table[row, block]]
     with_hot = StepMetadata(

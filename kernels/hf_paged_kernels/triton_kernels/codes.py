@@ -14,6 +14,10 @@ the other. Where a run is no power of two wide it is padded to one, and so is ev
 import triton
 import triton.language as tl
 
+from hf_paged_kernels import scaled
+
+FP8_SCALES = tl.constexpr(scaled.FP8_SCALES)
+
 
 @triton.jit
 def channels_of(BEGIN: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, RUNS: tl.constexpr):
@@ -36,24 +40,57 @@ def operand(states, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
         bits = (states ^ 0x80).to(tl.int32) | 0x48000000
         states = (bits.to(tl.float32, bitcast=True) - (131072.0 + 128.0 / FORMAT[1])).to(DTYPE)
     elif FORMAT[0] == "fp8":
-        # e4m3 in the place of float32's sign, exponent and mantissa is too small by the difference of the biases.
-        bits = states.to(tl.int32)
-        bits = (bits & 0x80) << 24 | (bits & 0x7F) << 20
-        states = (bits.to(tl.float32, bitcast=True) * (2.0**120 / FORMAT[1])).to(DTYPE)
+        states = e4m3_numbers(states, 1.0 / FORMAT[1]).to(DTYPE)
     return states
 
 
 @triton.jit
+def e4m3_numbers(codes, FACTOR: tl.constexpr):
+    """The numbers of e4m3 codes, given as bytes, times a power of two, float32."""
+    bits = codes.to(tl.int32)
+    # In the place of float32's sign, exponent and mantissa they are too small by the difference of the biases.
+    bits = (bits & 0x80) << 24 | (bits & 0x7F) << 20
+    return bits.to(tl.float32, bitcast=True) * (2.0**120 * FACTOR)
+
+
+@triton.jit
 def scaled_codes(states, FORMAT: tl.constexpr):
-    """Codes of tokens as bytes and their scales, bit for bit as `hf_paged_kernels.scaled.quantized`.
+    """Codes of tokens as bytes and their scales, bit for bit as `hf_paged_kernels.scaled.quantized`, save that among
+    scales of `fp8` whose errors differ by rounding only another may win.
 
     Args:
         states: float32 `[tokens, dims]`
     """
     largest: tl.constexpr = 127.0 if FORMAT[0] == "int8" else 448.0
-    scale = tl.minimum(tl.div_rn(tl.max(tl.abs(states), 1), largest), 65504.0)
+    smallest = tl.div_rn(tl.max(tl.abs(states), 1), largest)
     # A maximum passes over NaN, which makes the scale of its token NaN.
-    scale = tl.where(tl.max((states != states).to(tl.int32), 1) > 0, float("nan"), scale).to(tl.float16)
+    smallest = tl.where(tl.max((states != states).to(tl.int32), 1) > 0, float("nan"), smallest)
+    codes, scale = codes_of_scale(states, smallest, largest, FORMAT)
+    if FORMAT[0] == "fp8":
+        least_error = squared_error(states, codes, scale)
+        for candidate in tl.static_range(1, FP8_SCALES):
+            other_codes, other_scale = codes_of_scale(
+                states, smallest * 2.0 ** (candidate / FP8_SCALES), largest, FORMAT
+            )
+            error = squared_error(states, other_codes, other_scale)
+            is_better = error < least_error
+            codes = tl.where(is_better[:, None], other_codes, codes)
+            scale = tl.where(is_better, other_scale, scale)
+            least_error = tl.where(is_better, error, least_error)
+    return codes, scale
+
+
+@triton.jit
+def squared_error(states, codes, scale):
+    """The squared error `[tokens]` of e4m3 codes."""
+    error = e4m3_numbers(codes, 1.0) * scale.to(tl.float32)[:, None] - states
+    return tl.sum(error * error, 1)
+
+
+@triton.jit
+def codes_of_scale(states, scale, largest: tl.constexpr, FORMAT: tl.constexpr):
+    """The codes nearest to `states` under a scale rounded to float16, and that scale."""
+    scale = tl.where(scale == scale, tl.minimum(scale, 65504.0), scale).to(tl.float16)
     numbers = tl.div_rn(states, tl.broadcast_to(scale.to(tl.float32)[:, None], states.shape))
     numbers = tl.where(numbers == numbers, tl.minimum(tl.maximum(numbers, -largest), largest), 0.0)
     if FORMAT[0] == "int8":

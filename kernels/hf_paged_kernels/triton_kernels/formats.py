@@ -128,7 +128,7 @@ def _tables_of_codes(step: StepMetadata, device: torch.device) -> Tables:
     hot_table, size = step.hot.block_table, step.block_size
     is_there = np.arange(hot_table.shape[1])[None] * size < step.seq_lens[:, None]
     # A row reads one run of blocks as codes; before and after it there are hot ones.
-    is_cold = (hot_table == 0) & (step.block_table != 0) & is_there
+    is_cold = (hot_table < 0) & (step.block_table > 0) & is_there
     first, last = is_cold.argmax(1), is_cold.shape[1] - is_cold[:, ::-1].argmax(1)
     ranges = np.stack([first, np.where(is_cold.any(1), last, first)], axis=1) * size
     if (np.diff(ranges)[:, 0] != is_cold.sum(1) * size).any():
