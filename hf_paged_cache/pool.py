@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from math import prod
 
 import numpy as np
 import torch
@@ -14,8 +15,8 @@ from hf_paged_cache.errors import OutOfBlocks
 from hf_paged_cache.hot import Moves, Pairs
 
 # Without a limit a pool grows by this part of it at least. That bounds what is allocated and not used, and still copies
-# a token only 64 times on average, as much as a few decode steps over the same context read.
-GROWTH = 64
+# a token only 128 times on average: one part in thirty of what the steps read in the meantime.
+GROWTH = 128
 
 
 class LayerPool:
@@ -45,6 +46,11 @@ class LayerPool:
         return self._own if self.hot is None else HotColdBlocks(self._own, self.hot._own)
 
     @property
+    def planes(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of the layer, hot blocks not included."""
+        return self._own.planes
+
+    @property
     def num_blocks(self) -> int:
         return self._own.num_blocks
 
@@ -53,12 +59,38 @@ class LayerPool:
         """Bytes of the tensors, those of hot blocks not included."""
         return self._own.num_blocks * self.block_bytes
 
-    def grow(self, num_blocks: int) -> None:
-        """Moves the blocks into larger tensors; while it runs, both are held."""
-        larger = self.codec.allocate(self.geometry, self.block_size, num_blocks)
-        for new, old in zip(larger.planes, self._own.planes, strict=True):
-            new[:, : old.shape[1]].copy_(old)
-        self._own = larger
+    def grow(self, num_blocks: int, budget: MemoryBudget) -> None:
+        """Moves the blocks into larger planes, one after the other, so that only one of them is held twice.
+
+        Args:
+            num_blocks: blocks to have then.
+            budget: counts the bytes that are allocated and given back.
+        """
+        present = self.num_blocks
+        try:
+            self._move(num_blocks, budget)
+        except BaseException:
+            # All planes have to hold the same blocks. What has moved goes back to where room became free.
+            self._move(present, budget)
+            raise
+
+    def _move(self, num_blocks: int, budget: MemoryBudget) -> None:
+        for index in range(len(self._own.planes)):
+            old = self._own.planes[index]
+            num_kv_heads, present, *dims = old.shape
+            if present == num_blocks:
+                continue
+            num_bytes = num_kv_heads * num_blocks * prod(dims) * old.itemsize
+            budget.add(num_bytes)
+            try:
+                new = self.codec.new_plane((num_kv_heads, num_blocks, *dims), old.dtype, old.device)
+            except BaseException:
+                budget.remove(num_bytes)
+                raise
+            kept = min(present, num_blocks)
+            new[:, :kept] = old[:, :kept]
+            self._own = self._own.with_plane(index, new)
+            budget.remove(old.nbytes)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:
         """Stores the new tokens `[batch, num_kv_heads, query_length, dim]` of a step."""
@@ -214,19 +246,10 @@ class GroupPool:
         else:
             target = present + max(missing, present // GROWTH)
             target = target if allowed is None else min(target, allowed)
-        # Layer by layer, so that at most one layer is held twice.
         num_blocks = self._num_stored(target)
         for layer in self.layers.values():
-            old_bytes = layer.num_bytes
-            if layer.num_blocks >= num_blocks:
-                continue  # moved by an attempt that ran out of memory at a later layer
-            self._budget.add(num_blocks * layer.block_bytes)
-            try:
-                layer.grow(num_blocks)
-            except BaseException:
-                self._budget.remove(num_blocks * layer.block_bytes)
-                raise
-            self._budget.remove(old_bytes)
+            if layer.num_blocks < num_blocks:  # else moved by an attempt that ran out of memory at a later layer
+                layer.grow(num_blocks, self._budget)
         self.allocator.grow(target)
         self._promise()
 
@@ -250,8 +273,8 @@ class GroupPool:
     def _blocks_by_memory(self, reserved: int = 0) -> int | None:
         if self._budget.remaining is None or not self.block_bytes:
             return None
-        # While a layer is moved its old tensors are still there.
-        moving = max(layer.num_bytes for layer in self.layers.values())
+        # While a plane is moved its old tensor is still there.
+        moving = max(plane.nbytes for layer in self.layers.values() for plane in layer.planes)
         room = self._budget.remaining - reserved + self._promised + self.num_bytes - moving
         return room // self.block_bytes + self._ids_without_memory
 

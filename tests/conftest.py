@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from hf_paged_kernels import Blocks
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from hf_paged_cache.codecs import Codec, GroupedCodec, RawCodec
-from hf_paged_cache.codecs.scaled import ScaledCodec
+from hf_paged_cache.codecs import Codec
 from tests.families import randomize
-from tests.kernels.hostile import poison_planes
+from tests.kernels.hostile import poison
+from tests.memory import Memory
 
 # One thread for each of several test processes: more than there are cores would wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -47,14 +46,29 @@ SIZES = {
 @pytest.fixture(autouse=True)
 def poisoned_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     """Poisons every pool when it is allocated: a slot that is read but was never written shows in any result."""
-    for codec in (RawCodec, ScaledCodec, GroupedCodec):
+    new_plane = Codec.new_plane
 
-        def allocate_poisoned(self: Codec, *arguments: Any, allocate: Callable[..., Blocks] = codec.allocate) -> Blocks:
-            blocks = allocate(self, *arguments)
-            poison_planes(blocks)
-            return blocks
+    def poisoned_plane(*arguments: Any) -> Tensor:
+        plane = new_plane(*arguments)
+        poison(plane)
+        return plane
 
-        monkeypatch.setattr(codec, "allocate", allocate_poisoned)
+    monkeypatch.setattr(Codec, "new_plane", staticmethod(poisoned_plane))
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch, poisoned_pools: None) -> Memory:
+    """What the pools hold from now on."""
+    counted, new_plane = Memory(), Codec.new_plane
+
+    def counted_plane(*arguments: Any) -> Tensor:
+        counted.check(*arguments)
+        plane = new_plane(*arguments)
+        counted.add(plane)
+        return plane
+
+    monkeypatch.setattr(Codec, "new_plane", staticmethod(counted_plane))
+    return counted
 
 
 @pytest.fixture(scope="session")

@@ -79,6 +79,13 @@ class Codec(ABC):
             UnsupportedError: the codec cannot store keys or values of that width.
         """
 
+    @staticmethod
+    def new_plane(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for one of the planes of some blocks, with undefined content."""
+        # An inference tensor could not be written to once inference mode is left.
+        with torch.inference_mode(False):
+            return torch.empty(shape, dtype=dtype, device=device)
+
     def write(self, blocks: Blocks, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:
         """Stores the new tokens `[batch, num_kv_heads, query_length, dim]` of a step."""
         write_kv(blocks, key, value, step, backend=self.backend)

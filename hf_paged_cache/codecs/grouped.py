@@ -41,23 +41,21 @@ class GroupedCodec(Codec):
         value_groups = (block_size, _num_groups(geometry.value_dim, quant.value_group))
 
         def plane(*dims: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-            return torch.empty(geometry.num_kv_heads, num_blocks, *dims, dtype=dtype, device=geometry.device)
+            return self.new_plane((geometry.num_kv_heads, num_blocks, *dims), dtype, geometry.device)
 
-        # An inference tensor could not be written to once inference mode is left.
-        with torch.inference_mode(False):
-            return GroupedBlocks(
-                key=plane(block_size, geometry.key_dim * quant.key_bits // 8, dtype=torch.uint8),
-                value=plane(block_size, geometry.value_dim * quant.value_bits // 8, dtype=torch.uint8),
-                key_scale=plane(*key_groups),
-                key_zero=plane(*key_groups),
-                value_scale=plane(*value_groups),
-                value_zero=plane(*value_groups),
-                key_bits=quant.key_bits,
-                value_bits=quant.value_bits,
-                key_coverage=quant.key_coverage,
-                value_coverage=quant.value_coverage,
-                dtype=geometry.key_dtype,
-            )
+        return GroupedBlocks(
+            key=plane(block_size, geometry.key_dim * quant.key_bits // 8, dtype=torch.uint8),
+            value=plane(block_size, geometry.value_dim * quant.value_bits // 8, dtype=torch.uint8),
+            key_scale=plane(*key_groups),
+            key_zero=plane(*key_groups),
+            value_scale=plane(*value_groups),
+            value_zero=plane(*value_groups),
+            key_bits=quant.key_bits,
+            value_bits=quant.value_bits,
+            key_coverage=quant.key_coverage,
+            value_coverage=quant.value_coverage,
+            dtype=geometry.key_dtype,
+        )
 
     def _check(self, geometry: Geometry) -> None:
         for part in ("key", "value"):

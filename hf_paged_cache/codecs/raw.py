@@ -1,6 +1,5 @@
 """Keys and values as the model computed them."""
 
-import torch
 from hf_paged_kernels import KVBlocks
 
 from hf_paged_cache.codecs.base import Codec, Geometry
@@ -19,9 +18,7 @@ class RawCodec(Codec):
 
     def allocate(self, geometry: Geometry, block_size: int, num_blocks: int) -> KVBlocks:
         shape = (geometry.num_kv_heads, num_blocks, block_size)
-        # An inference tensor could not be written to once inference mode is left.
-        with torch.inference_mode(False):
-            return KVBlocks(
-                key=torch.empty(*shape, geometry.key_dim, dtype=geometry.key_dtype, device=geometry.device),
-                value=torch.empty(*shape, geometry.value_dim, dtype=geometry.value_dtype, device=geometry.device),
-            )
+        return KVBlocks(
+            key=self.new_plane((*shape, geometry.key_dim), geometry.key_dtype, geometry.device),
+            value=self.new_plane((*shape, geometry.value_dim), geometry.value_dtype, geometry.device),
+        )

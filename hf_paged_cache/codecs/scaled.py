@@ -18,16 +18,14 @@ class ScaledCodec(Codec):
 
     def allocate(self, geometry: Geometry, block_size: int, num_blocks: int) -> ScaledBlocks:
         shape = (geometry.num_kv_heads, num_blocks, block_size)
-        # An inference tensor could not be written to once inference mode is left.
-        with torch.inference_mode(False):
-            return ScaledBlocks(
-                key=torch.empty(*shape, geometry.key_dim, dtype=torch.int8, device=geometry.device),
-                value=torch.empty(*shape, geometry.value_dim, dtype=torch.int8, device=geometry.device),
-                key_scale=torch.empty(shape, dtype=torch.float16, device=geometry.device),
-                value_scale=torch.empty(shape, dtype=torch.float16, device=geometry.device),
-                code_dtype=self.code_dtype,
-                dtype=geometry.key_dtype,
-            )
+        return ScaledBlocks(
+            key=self.new_plane((*shape, geometry.key_dim), torch.int8, geometry.device),
+            value=self.new_plane((*shape, geometry.value_dim), torch.int8, geometry.device),
+            key_scale=self.new_plane(shape, torch.float16, geometry.device),
+            value_scale=self.new_plane(shape, torch.float16, geometry.device),
+            code_dtype=self.code_dtype,
+            dtype=geometry.key_dtype,
+        )
 
 
 class Int8Codec(ScaledCodec):

@@ -1,9 +1,9 @@
 """How keys and values lie in the blocks of one layer."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -35,6 +35,12 @@ class Blocks(ABC):
         Args:
             block_ids: int64 `[n]`. Slots that were never written read as anything.
         """
+
+    def with_plane(self, index: int, plane: torch.Tensor) -> Self:
+        """The blocks with another tensor as one of `planes`."""
+        old = self.planes[index]
+        name = next(field.name for field in fields(self) if getattr(self, field.name) is old)
+        return replace(self, **{name: plane})
 
     @property
     def num_kv_heads(self) -> int:

@@ -20,7 +20,12 @@ def poisoned_blocks(
 def poison_planes(blocks: Blocks) -> None:
     """Fills blocks of any format: scales and the like with NaN, codes with a pattern of bits."""
     for plane in blocks.planes:
-        if plane.is_floating_point():
-            plane.fill_(math.nan)
-        else:
-            plane.view(torch.uint8).fill_(POISONED_CODE)
+        poison(plane)
+
+
+def poison(plane: torch.Tensor) -> None:
+    """Fills one of the tensors that blocks consist of."""
+    if plane.is_floating_point():
+        plane.fill_(math.nan)
+    else:
+        plane.view(torch.uint8).fill_(POISONED_CODE)
