@@ -305,7 +305,8 @@ def test_a_cache_that_fails_is_left_out_with_its_reason(make_bench, tokenizer):
     bench = make_bench(kind_of(fail, "broken"), CACHES["raw"])
     dynamic, broken, raw = measure(bench, make_windows(tokenizer, TEXT, 64, 0.5, 32), likelihood_row)
     assert broken is None
-    assert dynamic["kl_mean"] == raw["kl_mean"] == 0
+    assert dynamic["kl_mean"] == 0
+    assert raw["kl_mean"] < 1e-8
     reason = "broken cache (likelihood, context 64, window 0): ValueError: no room in cache"
     assert bench.failures == {"broken": reason}
 

@@ -1,9 +1,9 @@
-"""Which implementation does a call: plain PyTorch everywhere, Triton on GPUs."""
+"""Which implementation does a call: Triton on GPUs, Numba on CPUs, or plain PyTorch, which runs everywhere."""
 
 import importlib.util
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Literal, get_args
@@ -16,7 +16,7 @@ from hf_paged_kernels.step import StepMetadata
 
 logger = logging.getLogger(__name__)
 
-Backend = Literal["reference", "triton"]
+Backend = Literal["cpu", "reference", "triton"]
 ENVIRONMENT = "HF_PAGED_KERNELS"
 
 
@@ -132,7 +132,13 @@ def write_kv(
         step: the forward pass. Tokens whose slot is -1 are passed over.
         backend: as in `choose`.
     """
-    module = _triton() if choose(key.device, backend) == "triton" else write
+    chosen = choose(key.device, backend)
+    if chosen == "triton":
+        module = _triton()
+    elif chosen == "cpu" and _cpu().can_write(blocks, key, value):
+        module = _cpu()
+    else:
+        module = write
     module.write_kv(blocks, key, value, step)
 
 
@@ -157,7 +163,8 @@ def choose(device: torch.device, backend: Backend | None = None) -> Backend:
 
     Args:
         backend: the one that is wanted. `None`: the one that the environment variable `HF_PAGED_KERNELS` names (it is
-            read once), or Triton on CUDA and ROCm devices where it is installed, and plain PyTorch elsewhere.
+            read once), or Triton on CUDA and ROCm devices and the kernels for CPUs on those, where Triton and Numba
+            are installed, and plain PyTorch elsewhere.
 
     Raises:
         ValueError: there is none of that name, or it does not run here.
@@ -172,8 +179,16 @@ def choose(device: torch.device, backend: Backend | None = None) -> Backend:
         if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(f"the Triton kernels need tensors on a GPU, not on {device}: use backend='reference'")
         return "triton"
+    if wanted == "cpu":
+        if not _has_numba():
+            raise ValueError("the kernels for CPUs need Numba: pip install numba, or use another backend")
+        if device.type != "cpu":
+            raise ValueError(f"the kernels for CPUs need tensors on a CPU, not on {device}: use another backend")
+        return "cpu"
     if wanted is None and device.type == "cuda" and _has_triton():
         return "triton"
+    if wanted is None and device.type == "cpu" and _has_numba():
+        return "cpu"
     return "reference"
 
 
@@ -188,12 +203,13 @@ def _implementation(
     query: torch.Tensor, blocks: Blocks, backend: Backend | None, unsupported_reason: str = "unsupported_reason"
 ) -> ModuleType | None:
     """The kernels that do a call, unless the function of theirs of that name objects; `None` for plain PyTorch."""
-    if choose(query.device, backend) != "triton":
+    chosen = choose(query.device, backend)
+    kernels = _KERNELS[chosen]()
+    if kernels is None or not hasattr(kernels, unsupported_reason):
         return None
-    kernels = _triton()
     reason = getattr(kernels, unsupported_reason)(query, blocks)
     if reason is not None:
-        _warn_once(f"The Triton kernels do not take {reason}: plain PyTorch attends instead, which is slower.")
+        _warn_once(f"The {chosen} kernels do not take {reason}: plain PyTorch attends instead, which is slower.")
         return None
     return kernels
 
@@ -209,11 +225,28 @@ def _has_triton() -> bool:
 
 
 @cache
+def _has_numba() -> bool:
+    return importlib.util.find_spec("numba") is not None
+
+
+# Imported when first wanted: what a machine has no use for, it need not have.
+
+
+@cache
 def _triton() -> ModuleType:
-    # Imported when first wanted: a machine without a GPU need not have it.
     from hf_paged_kernels import triton_kernels
 
     return triton_kernels
+
+
+@cache
+def _cpu() -> ModuleType:
+    from hf_paged_kernels import cpu_kernels
+
+    return cpu_kernels
+
+
+_KERNELS: dict[Backend, Callable[[], ModuleType | None]] = {"triton": _triton, "cpu": _cpu, "reference": lambda: None}
 
 
 @cache

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 
 import pytest
 import torch
+from hf_paged_kernels import dispatch
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -14,3 +16,12 @@ def gpu_rounding() -> None:
         from tests.kernels.interpreter import round_as_a_gpu
 
         round_as_a_gpu()
+
+
+@pytest.fixture
+def in_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls that name no backend are done by plain PyTorch."""
+    monkeypatch.setenv(dispatch.ENVIRONMENT, "reference")
+    dispatch._named_by_environment.cache_clear()
+    yield
+    dispatch._named_by_environment.cache_clear()

@@ -21,6 +21,7 @@ from hf_paged_kernels import (
 from tests.kernels.cases import BLOCK_SIZES, FEATURES, LENGTHS, Case, random_rows
 from tests.kernels.quantized_cases import CODECS, attend_quantized, check_quantized, exact_copy, quantized
 
+pytestmark = pytest.mark.usefixtures("in_plain_pytorch")
 codecs = pytest.mark.parametrize("kv", CODECS.values(), ids=CODECS)
 two_codecs = pytest.mark.parametrize("kv", [CODECS["int8"], CODECS["int4"]], ids=["int8", "int4"])
 

@@ -34,31 +34,35 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 def test_the_device_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
+    pytest.importorskip("numba")
     monkeypatch.delenv(dispatch.ENVIRONMENT, raising=False)
-    assert choose(CPU) == "reference"
+    assert choose(CPU) == "cpu"
     assert choose(GPU) == "triton"
-    assert choose(GPU, "reference") == "reference"
+    assert choose(torch.device("mps")) == "reference"
+    for device in (CPU, GPU):
+        assert choose(device, "reference") == "reference"
 
 
 def test_the_environment_decides_over_the_device_and_the_argument_over_both(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv(dispatch.ENVIRONMENT, "reference")
-    assert choose(GPU) == "reference"
+    assert choose(GPU) == choose(CPU) == "reference"
     assert choose(GPU, "triton") == "triton"
     monkeypatch.setenv(dispatch.ENVIRONMENT, "")
     assert choose(GPU) == "triton"
 
 
-def test_without_triton_a_gpu_has_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
-    assert choose(GPU) == "reference"
-    with pytest.raises(ValueError, match="pip install triton"):
-        choose(GPU, "triton")
+def test_without_triton_and_numba_there_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, device, backend in (("triton", GPU, "triton"), ("numba", CPU, "cpu")):
+        monkeypatch.setattr(dispatch, f"_has_{name}", lambda: False)
+        assert choose(device) == "reference"
+        with pytest.raises(ValueError, match=f"pip install {name}"):
+            choose(device, backend)
 
 
 def test_what_does_not_exist_or_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    with pytest.raises(ValueError, match=r"backend 'cuda' .*expected one of 'reference', 'triton'"):
+    with pytest.raises(ValueError, match=r"backend 'cuda' .*expected one of 'cpu', 'reference', 'triton'"):
         choose(GPU, "cuda")
     monkeypatch.setenv(dispatch.ENVIRONMENT, "cutlass")
     with pytest.raises(ValueError, match=f"'cutlass' .*{dispatch.ENVIRONMENT}"):
@@ -66,10 +70,15 @@ def test_what_does_not_exist_or_run_here_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="tensors on a GPU, not on cpu"):
         choose(CPU, "triton")
+    pytest.importorskip("numba")
+    with pytest.raises(ValueError, match="tensors on a CPU, not on cuda:0"):
+        choose(GPU, "cpu")
 
 
 def test_a_cache_says_which_backends_there_are(llama) -> None:
-    with pytest.raises(InvalidArgumentError, match="unknown backend='flash': expected one of 'reference', 'triton'"):
+    with pytest.raises(
+        InvalidArgumentError, match="unknown backend='flash': expected one of 'cpu', 'reference', 'triton'"
+    ):
         PagedCache(llama().config, backend="flash")
 
 
@@ -99,7 +108,7 @@ def test_what_the_kernels_do_not_take_is_done_by_the_reference_with_one_reason(
             out = paged_attention(query, blocks, step, scale=1.0, backend="triton")
     assert torch.equal(out, torch.ones_like(out))
     assert [record.message for record in caplog.records] == [
-        "The Triton kernels do not take dtype torch.float64 with blocks in torch.float64: plain PyTorch attends "
+        "The triton kernels do not take dtype torch.float64 with blocks in torch.float64: plain PyTorch attends "
         "instead, which is slower."
     ]
 

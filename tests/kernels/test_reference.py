@@ -24,6 +24,8 @@ from tests.kernels.cases import (
     random_rows,
 )
 
+pytestmark = pytest.mark.usefixtures("in_plain_pytorch")
+
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("query_length", [1, 2, 9])

@@ -6,10 +6,7 @@ import math
 
 import pytest
 import torch
-from hf_paged_kernels import KVBlocks, ScaledBlocks, copy_blocks, write_kv
-
-from tests.kernels.definition import hard_inputs
-from tests.kernels.test_write import step_with
+from hf_paged_kernels import KVBlocks, copy_blocks
 
 pytest.importorskip("triton")
 
@@ -26,30 +23,3 @@ def test_all_bytes_of_a_block_are_copied(shape: tuple[int, int], dtype: torch.dt
         for plane, old in zip(blocks.planes, planes, strict=True):
             assert torch.equal(plane[:, [3, 4]], old[:, [1, 2]])
             assert torch.equal(plane[:, :3], old[:, :3])
-
-
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:divide by zero:RuntimeWarning")
-@pytest.mark.parametrize("code_dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dim", [16, 80])
-def test_written_codes_are_the_same_bit_for_bit(code_dtype: torch.dtype, dtype: torch.dtype, dim: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    tokens = [states.reshape(-1, dim) for states in hard_inputs((1, 24, dim), generator).values()]
-    halves = torch.arange(-127.0, 128.0).repeat(2)[: 6 * dim].view(-1, dim) + 0.5
-    strange = torch.randn(4, dim, generator=generator)
-    strange[0, 3], strange[1, 5], strange[2, 0], strange[3] = math.nan, math.inf, -math.inf, -0.0
-    states = torch.cat([*tokens, halves, halves / 64, strange]).to(dtype)
-    count = len(states)
-    key = states.view(1, 1, count, dim)
-    slots = torch.randperm(count + 20, generator=generator)[:count]
-    num_blocks = -(-(count + 20) // 16)
-    step = step_with([slots.tolist()], 16)
-    written = []
-    for backend in ("reference", "triton"):
-        planes = [torch.full((1, num_blocks, 16, dim), 90, dtype=torch.int8) for _ in range(2)]
-        scales = [torch.full((1, num_blocks, 16), 5.0, dtype=torch.float16) for _ in range(2)]
-        blocks = ScaledBlocks(*planes, *scales, code_dtype, dtype)
-        write_kv(blocks, key, key.flip(2), step, backend=backend)
-        written.append(blocks)
-    for plane, expected in zip(written[1].planes, written[0].planes, strict=True):
-        torch.testing.assert_close(plane, expected, atol=0, rtol=0, equal_nan=True)

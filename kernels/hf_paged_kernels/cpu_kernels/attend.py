@@ -1,0 +1,270 @@
+"""The attention kernel of the CPU: takes pieces of work until there are none, in as many threads as call it.
+
+A piece is some keys for the queries of one KV head: with one new token a row, the query heads of a group. They share
+each tile of keys, which is read, or decoded, once for all of them, and so are values. The softmax runs along, as in
+FlashAttention (Dao et al., arXiv 2205.14135), and whoever finishes the last piece of a unit merges its parts.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from hf_paged_kernels.cpu_kernels.call import CALL, PIECE_TYPE
+from hf_paged_kernels.cpu_kernels.compiled import FLAGS, c_function, checksum
+from hf_paged_kernels.cpu_kernels.tiles import TILE, floats, tile_of
+from hf_paged_kernels.cpu_kernels.vectors import LANES, dots, float_of_bits, make_accumulate, pointer, take_number
+
+MINUS_INFINITY = np.float32(-np.inf)
+LOG2_E = np.float32(1.4426950408889634)
+LN_2 = np.float32(0.6931471805599453)
+PIECE_BYTES = PIECE_TYPE.itemsize
+NEXT_PIECE, NEXT_SCRATCH = (CALL.fields[name][1] for name in ("next_piece", "next_scratch"))
+
+accumulate_4x4, accumulate_3x4, accumulate_2x4, accumulate_1x4 = (make_accumulate(rows, 4) for rows in (4, 3, 2, 1))
+accumulate_4x1, accumulate_1x1 = make_accumulate(4, 1), make_accumulate(1, 1)
+
+
+@njit(**FLAGS)
+def power_of_2(x):
+    """2 ** x for x <= 0, to 1 ulp or two: the fraction by a polynomial, the whole number as exponent."""
+    x = max(x, np.float32(-126))
+    whole = np.floor(x + np.float32(0.5))
+    y = (x - whole) * LN_2
+    # exp(y) for |y| <= ln(2) / 2, by its Taylor series.
+    power = np.float32(1 / 5040)
+    power = power * y + np.float32(1 / 720)
+    power = power * y + np.float32(1 / 120)
+    power = power * y + np.float32(1 / 24)
+    power = power * y + np.float32(1 / 6)
+    power = power * y + np.float32(1 / 2)
+    power = power * y + np.float32(1)
+    power = power * y + np.float32(1)
+    return power * float_of_bits((np.int32(whole) + np.int32(127)) << np.int32(23))
+
+
+@njit(**FLAGS)
+def add_weighted(weights, values, value_stride, count, out, width, num_rows):
+    """Adds to each row of `out` `[num_rows, width]` the `count` values by its weights `[num_rows, TILE]`."""
+    stride = np.int64(TILE)
+    row = np.int64(0)
+    while row < num_rows:
+        rows = min(num_rows - row, 4)
+        w = weights + row * TILE * 4
+        column = np.int64(0)
+        while column < width:
+            o, v = out + (row * width + column) * 4, values + column * 4
+            if column + 4 * LANES <= width:
+                if rows == 4:
+                    accumulate_4x4(w, stride, v, value_stride, count, o, width)
+                elif rows == 3:
+                    accumulate_3x4(w, stride, v, value_stride, count, o, width)
+                elif rows == 2:
+                    accumulate_2x4(w, stride, v, value_stride, count, o, width)
+                else:
+                    accumulate_1x4(w, stride, v, value_stride, count, o, width)
+                column += 4 * LANES
+            else:
+                if rows == 4:
+                    accumulate_4x1(w, stride, v, value_stride, count, o, width)
+                else:
+                    for r in range(rows):
+                        accumulate_1x1(w + r * TILE * 4, stride, v, value_stride, count, o + r * width * 4, width)
+                column += LANES
+        row += rows
+
+
+@njit(**FLAGS)
+def hide(call, scores, num_queries, first_query, first, count, row, past):
+    """Sets to -inf what a query does not see of a tile. `past`: tokens of the row before the first query."""
+    num_rows = call.group * num_queries
+    for r in range(num_rows):
+        token = past + first_query + r // call.group
+        row_scores = floats(scores + r * TILE * 4, TILE)
+        if first + count - 1 > token:
+            for i in range(max(token + 1 - first, 0), count):
+                row_scores[i] = MINUS_INFINITY
+        if call.window != 0 and first <= token - call.window:
+            for i in range(0, min(token - call.window + 1 - first, count)):
+                row_scores[i] = MINUS_INFINITY
+    if call.key_mask != 0:
+        mask = carray(pointer(call.key_mask + row * call.key_mask_stride + first), (count,), np.uint8)
+        for i in range(count):
+            if mask[i] == 0:
+                for r in range(num_rows):
+                    floats(scores + r * TILE * 4, TILE)[i] = MINUS_INFINITY
+
+
+@njit(**FLAGS)
+def attend_piece(call, piece, scratch):
+    """Attention to the keys of a piece: maximum and total of each row, and the sum of weighted values."""
+    key, value = call.key, call.value
+    row, kv_head, first_query, past = piece.row, piece.kv_head, piece.first_query, piece.past
+    last, fresh_from = piece.last, piece.fresh_from
+    num_queries = piece.end_query - first_query
+    num_rows = num_queries * call.group
+    states = scratch
+    out = states + num_rows * 8
+    queries = out + num_rows * value.width * 4
+    scores = queries + num_rows * key.width * 4
+    room = scores + num_rows * TILE * 4
+
+    maxima, totals = floats(states, num_rows), floats(states + num_rows * 4, num_rows)
+    sums = floats(out, num_rows * value.width)
+    maxima[:] = MINUS_INFINITY
+    totals[:] = np.float32(0)
+    sums[:] = np.float32(0)
+    has_cap = call.softcap != 0
+    factor = np.float32(call.scale) if has_cap else np.float32(call.scale * 1.4426950408889634)
+    for r in range(num_rows):
+        query, head = first_query + r // call.group, kv_head * call.group + r % call.group
+        place = row * call.query_batch + head * call.query_head + query * call.query_token
+        source = floats(call.query + place * 4, key.dim)
+        target = floats(queries + r * key.width * 4, key.width)
+        for i in range(key.dim):
+            target[i] = source[i] * factor
+        for i in range(key.dim, key.width):
+            target[i] = np.float32(0)
+
+    first = piece.first
+    while first < last:
+        if first < fresh_from:
+            end = min(last, fresh_from, first + TILE, (first // call.block_size + 1) * call.block_size)
+        else:
+            end = min(last, first + TILE)
+        count = end - first
+        keys, key_stride = tile_of(call, key, True, row, kv_head, first, count, first >= fresh_from, past, room)
+        for r in range(num_rows):
+            for start in range(0, count, LANES):
+                dots(
+                    queries + r * key.width * 4,
+                    keys + start * key_stride * 4,
+                    key_stride,
+                    key.width // LANES,
+                    scores + (r * TILE + start) * 4,
+                )
+        if has_cap:
+            cap = np.float32(call.softcap)
+            for r in range(num_rows):
+                row_scores = floats(scores + r * TILE * 4, count)
+                for i in range(count):
+                    row_scores[i] = cap * LOG2_E * np.tanh(row_scores[i] / cap)
+        if end - 1 > past + first_query or call.window != 0 or call.key_mask != 0:
+            hide(call, scores, num_queries, first_query, first, count, row, past)
+        for r in range(num_rows):
+            row_scores = floats(scores + r * TILE * 4, count)
+            maximum = maxima[r]
+            for i in range(count):
+                maximum = max(maximum, row_scores[i])
+            if maximum == MINUS_INFINITY:
+                for i in range(count):
+                    row_scores[i] = np.float32(0)
+                continue
+            if maximum > maxima[r]:
+                shrink = power_of_2(maxima[r] - maximum) if maxima[r] != MINUS_INFINITY else np.float32(0)
+                maxima[r] = maximum
+                totals[r] *= shrink
+                row_sums = floats(out + r * value.width * 4, value.width)
+                for i in range(value.width):
+                    row_sums[i] *= shrink
+            total = np.float32(0)
+            for i in range(count):
+                difference = row_scores[i] - maximum
+                weight = power_of_2(difference) if difference > np.float32(-126) else np.float32(0)
+                row_scores[i] = weight
+                total += weight
+            totals[r] += total
+        values, value_stride = tile_of(call, value, False, row, kv_head, first, count, first >= fresh_from, past, room)
+        add_weighted(scores, values, value_stride, count, out, value.width, num_rows)
+        first = end
+    return num_rows
+
+
+@njit(**FLAGS)
+def merge(call, piece, scratch):
+    """Adds up the parts of a unit that other threads have left, into `scratch` as `attend_piece` leaves it."""
+    value = call.value
+    num_rows = (piece.end_query - piece.first_query) * call.group
+    size = num_rows * (2 + value.width)
+    maxima, totals = floats(scratch, num_rows), floats(scratch + num_rows * 4, num_rows)
+    sums = floats(scratch + num_rows * 8, num_rows * value.width)
+    maxima[:] = MINUS_INFINITY
+    totals[:] = np.float32(0)
+    sums[:] = np.float32(0)
+    for part in range(piece.num_parts):
+        address = call.partials + (piece.partial * (2 + value.width) + part * size) * 4
+        part_maxima, part_totals = floats(address, num_rows), floats(address + num_rows * 4, num_rows)
+        part_sums = floats(address + num_rows * 8, num_rows * value.width)
+        for r in range(num_rows):
+            if part_maxima[r] == MINUS_INFINITY:
+                continue
+            maximum = max(maxima[r], part_maxima[r])
+            own = power_of_2(maxima[r] - maximum) if maxima[r] != MINUS_INFINITY else np.float32(0)
+            other = power_of_2(part_maxima[r] - maximum)
+            maxima[r] = maximum
+            totals[r] = totals[r] * own + part_totals[r] * other
+            for i in range(r * value.width, (r + 1) * value.width):
+                sums[i] = sums[i] * own + part_sums[i] * other
+
+
+@njit(**FLAGS)
+def finish(call, piece, scratch):
+    """Divides by the totals, and writes output and log-sum-exp."""
+    value = call.value
+    row, kv_head, first_query = piece.row, piece.kv_head, piece.first_query
+    num_rows = (piece.end_query - first_query) * call.group
+    num_heads = call.num_kv_heads * call.group
+    maxima, totals = floats(scratch, num_rows), floats(scratch + num_rows * 4, num_rows)
+    for r in range(num_rows):
+        query, head = first_query + r // call.group, kv_head * call.group + r % call.group
+        sums = floats(scratch + num_rows * 8 + r * value.width * 4, value.width)
+        maximum, total = maxima[r], totals[r]
+        shrink = np.float32(1)
+        if call.sinks != 0:
+            sink = floats(call.sinks, num_heads)[head] * LOG2_E
+            larger = max(maximum, sink)
+            shrink = power_of_2(maximum - larger) if maximum != MINUS_INFINITY else np.float32(0)
+            total = total * shrink + power_of_2(sink - larger)
+            maximum = larger
+        factor = shrink / total if total != 0 else np.float32(0)
+        out = floats(call.out + ((row * call.query_length + query) * num_heads + head) * value.dim * 4, value.dim)
+        for i in range(value.dim):
+            out[i] = sums[i] * factor
+        if call.lse != 0:
+            lse = floats(call.lse + ((row * num_heads + head) * call.query_length + query) * 4, 1)
+            lse[0] = maximum * LN_2 + np.log(total) if total != 0 else MINUS_INFINITY
+
+
+@njit(**FLAGS)
+def take_pieces(address):
+    """Does pieces of a call, given by the address of its record, until there are none."""
+    call = carray(pointer(address), (1,), CALL)[0]
+    scratch = call.scratch + take_number(address + NEXT_SCRATCH) * call.scratch_bytes
+    while True:
+        index = take_number(address + NEXT_PIECE)
+        if index >= call.num_pieces:
+            return
+        piece = carray(pointer(call.pieces + index * PIECE_BYTES), (1,), PIECE_TYPE)[0]
+        num_rows = attend_piece(call, piece, scratch)
+        if piece.num_parts > 1:
+            size = num_rows * (2 + call.value.width)
+            kept = floats(call.partials + (piece.partial * (2 + call.value.width) + piece.part * size) * 4, size)
+            mine = floats(scratch, size)
+            for i in range(size):
+                kept[i] = mine[i]
+            if take_number(call.finished + piece.unit * 8) + 1 < piece.num_parts:
+                continue
+            merge(call, piece, scratch)
+        finish(call, piece, scratch)
+
+
+def _compiled(version: int) -> Any:
+    def work(address):
+        if version >= 0:
+            take_pieces(address)
+
+    return c_function(work)
+
+
+work = _compiled(checksum())
+"""`take_pieces` for callers that are not Python."""

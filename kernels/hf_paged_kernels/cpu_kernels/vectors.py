@@ -1,0 +1,248 @@
+"""What Numba has no words for: vectors, reinterpreted bits, and memory at an address, as LLVM instructions.
+
+Numba vectorizes simple loops by itself. It does not find the two loops that attention spends its time in, which keep
+a block of results in registers: `dots`, and what `make_accumulate` makes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+FLOAT, HALF = ir.FloatType(), ir.HalfType()
+I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+LANES = 16 if llvm.get_host_cpu_features().get("avx512f") else 8
+"""Floats in a vector. Where the machine's registers hold fewer, LLVM takes several for one."""
+VECTOR, INTEGERS, BYTES = (ir.VectorType(kind, LANES) for kind in (FLOAT, I32, ir.IntType(8)))
+
+
+@intrinsic
+def float_of_bits(typing_context: Any, bits: Any) -> Any:
+    """The float32 whose bits are those of an int32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], FLOAT)
+
+    return types.float32(types.int32), generate
+
+
+@intrinsic
+def float_of_half(typing_context: Any, bits: Any) -> Any:
+    """The float32 that a float16, given by its bits as uint16, stands for."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fpext(builder.bitcast(args[0], HALF), FLOAT)
+
+    return types.float32(types.uint16), generate
+
+
+@intrinsic
+def bits_of_float(typing_context: Any, number: Any) -> Any:
+    """The bits of a float32 as int32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], I32)
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic
+def half_of_float(typing_context: Any, number: Any) -> Any:
+    """The bits of the float16 nearest to a float32, as uint16."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], HALF), I16)
+
+    return types.uint16(types.float32), generate
+
+
+@intrinsic
+def pointer(typing_context: Any, address: Any) -> Any:
+    """An address as what `numba.carray` takes."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def take_number(typing_context: Any, address: Any) -> Any:
+    """The int64 at an address, which is 1 more for the next thread that asks."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        counter = builder.inttoptr(args[0], I64.as_pointer())
+        return builder.atomic_rmw("add", counter, I64(1), "seq_cst")
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def dots(typing_context: Any, query: Any, keys: Any, key_stride: Any, num_vectors: Any, out: Any) -> Any:
+    """The products of one query with `LANES` keys.
+
+    Each key has a sum of its own, a vector, so that a vector of the query is loaded once for all of them. At the end
+    the sums become one vector of totals, by halves: two vectors of partial sums give one with half as many partial
+    sums of each.
+
+    Args:
+        query: address of float32 `[num_vectors * LANES]`.
+        keys: address of float32 `[LANES, >= num_vectors * LANES]`.
+        key_stride: floats from key to key.
+        num_vectors: vectors of a key.
+        out: address of float32 `[LANES]`.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        query, keys, key_stride, num_vectors, out = args
+        sums = [cgutils.alloca_once_value(builder, ir.Constant(VECTOR, [0.0] * LANES)) for _ in range(LANES)]
+        with cgutils.for_range(builder, num_vectors) as loop:
+            start = builder.mul(loop.index, I64(LANES))
+            query_vector = _load(builder, query, start)
+            for lane, total in enumerate(sums):
+                key = _load(builder, keys, builder.add(builder.mul(key_stride, I64(lane)), start))
+                builder.store(_fused(builder, query_vector, key, builder.load(total)), total)
+        totals = [builder.load(total) for total in sums]
+        while len(totals) > 1:
+            totals = [_added_by_halves(builder, *pair) for pair in zip(totals[::2], totals[1::2], strict=True)]
+        _store(builder, totals[0], out, I64(0))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
+
+
+def make_accumulate(num_rows: int, num_vectors: int) -> Callable:
+    """Makes `accumulate(weights, weight_stride, values, value_stride, count, out, out_stride)`.
+
+    It adds to each of `num_rows` rows of `out`, `num_vectors` vectors wide, the sum of `count` values by the row's
+    weights. All sums stay in registers meanwhile. Addresses are those of float32, strides are in floats.
+    """
+
+    @intrinsic
+    def accumulate(
+        typing_context: Any,
+        weights: Any,
+        weight_stride: Any,
+        values: Any,
+        value_stride: Any,
+        count: Any,
+        out: Any,
+        out_stride: Any,
+    ) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            weights, weight_stride, values, value_stride, count, out, out_stride = args
+            places = [
+                (row, builder.add(builder.mul(out_stride, I64(row)), I64(vector * LANES)), vector)
+                for row in range(num_rows)
+                for vector in range(num_vectors)
+            ]
+            sums = [cgutils.alloca_once_value(builder, _load(builder, out, place)) for _, place, _ in places]
+            with cgutils.for_range(builder, count) as loop:
+                start = builder.mul(loop.index, value_stride)
+                value = [_load(builder, values, builder.add(start, I64(v * LANES))) for v in range(num_vectors)]
+                weight = [
+                    _splat(
+                        builder,
+                        _number(builder, weights, builder.add(builder.mul(weight_stride, I64(row)), loop.index)),
+                    )
+                    for row in range(num_rows)
+                ]
+                for (row, _, vector), total in zip(places, sums, strict=True):
+                    builder.store(_fused(builder, weight[row], value[vector], builder.load(total)), total)
+            for (_, place, _), total in zip(places, sums, strict=True):
+                _store(builder, builder.load(total), out, place)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), generate
+
+    return accumulate
+
+
+def make_unpack(by_channel: bool) -> Callable:
+    """Makes `unpack(packed, packed_stride, shift, largest, scale, zero, scale_stride, count, out, out_stride)`.
+
+    For each of `count` tokens it takes the codes at one bit position of `LANES` bytes, and stores `code * scale + zero`
+    as float32. Scale and zero are addresses of float32: by channel of `LANES` for all tokens, else of one for each
+    token, `scale_stride` apart.
+    """
+
+    @intrinsic
+    def unpack(
+        typing_context: Any,
+        packed: Any,
+        packed_stride: Any,
+        shift: Any,
+        largest: Any,
+        scale: Any,
+        zero: Any,
+        scale_stride: Any,
+        count: Any,
+        out: Any,
+        out_stride: Any,
+    ) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            packed, packed_stride, shift, largest, scale, zero, scale_stride, count, out, out_stride = args
+            shifts, mask = _splat(builder, shift), _splat(builder, largest)
+            if by_channel:
+                scales, zeros = _load(builder, scale, I64(0)), _load(builder, zero, I64(0))
+            with cgutils.for_range(builder, count) as loop:
+                address = builder.add(packed, builder.mul(loop.index, packed_stride))
+                codes = builder.load(builder.inttoptr(address, BYTES.as_pointer()), align=1)
+                codes = builder.and_(builder.lshr(builder.zext(codes, INTEGERS), shifts), mask)
+                if not by_channel:
+                    place = builder.mul(loop.index, scale_stride)
+                    scales, zeros = (_splat(builder, _number(builder, base, place)) for base in (scale, zero))
+                # Codes are below 2**31, and signed numbers are converted by a single instruction everywhere.
+                states = _fused(builder, builder.sitofp(codes, VECTOR), scales, zeros)
+                _store(builder, states, out, builder.mul(loop.index, out_stride))
+            return context.get_dummy_value()
+
+        addresses, numbers = [types.int64] * 2, [types.int32] * 2
+        return types.void(*addresses, *numbers, *[types.int64] * 6), generate
+
+    return unpack
+
+
+def _address(builder: Any, base: Any, index: Any, kind: Any) -> Any:
+    return builder.inttoptr(builder.add(base, builder.mul(index, I64(4))), kind.as_pointer())
+
+
+def _load(builder: Any, base: Any, index: Any) -> Any:
+    """The vector at the float32 `index` from an address on."""
+    return builder.load(_address(builder, base, index, VECTOR), align=4)
+
+
+def _store(builder: Any, vector: Any, base: Any, index: Any) -> None:
+    builder.store(vector, _address(builder, base, index, VECTOR), align=4)
+
+
+def _number(builder: Any, base: Any, index: Any) -> Any:
+    """The float32 `index` from an address on."""
+    return builder.load(_address(builder, base, index, FLOAT), align=4)
+
+
+def _splat(builder: Any, number: Any) -> Any:
+    """A number in every lane."""
+    nothing = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
+    return builder.shuffle_vector(builder.insert_element(nothing, number, I32(0)), nothing, _mask([0] * LANES))
+
+
+def _fused(builder: Any, first: Any, second: Any, summand: Any) -> Any:
+    """`first * second + summand`, rounded once."""
+    kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
+    return builder.call(function, [first, second, summand])
+
+
+def _added_by_halves(builder: Any, first: Any, second: Any) -> Any:
+    """The sums of neighbouring lanes: those of `first` in the lower half, those of `second` in the upper one."""
+    evens, odds = (_mask(range(start, 2 * LANES, 2)) for start in (0, 1))
+    return builder.fadd(builder.shuffle_vector(first, second, evens), builder.shuffle_vector(first, second, odds))
+
+
+def _mask(lanes: Any) -> Any:
+    return ir.Constant(ir.VectorType(I32, LANES), [I32(lane) for lane in lanes])

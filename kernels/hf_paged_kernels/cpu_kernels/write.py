@@ -1,0 +1,223 @@
+"""Stores the keys and values of new tokens in their slots, and quantizes them on the way: one call a layer."""
+
+from array import array
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, njit
+
+from hf_paged_kernels import scaled
+from hf_paged_kernels.cpu_kernels import threads
+from hf_paged_kernels.cpu_kernels.compiled import EXACT_FLAGS, c_function, checksum
+from hf_paged_kernels.cpu_kernels.tiles import copy_rows, float_of_e4m3, floats
+from hf_paged_kernels.cpu_kernels.vectors import (
+    bits_of_float,
+    float_of_half,
+    half_of_float,
+    pointer,
+    take_number,
+)
+from hf_paged_kernels.grouped import HotColdBlocks
+from hf_paged_kernels.layout import Blocks, KVBlocks
+from hf_paged_kernels.scaled import ScaledBlocks
+from hf_paged_kernels.step import StepMetadata
+from hf_paged_kernels.write import quantize_new_blocks
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+TOKENS = 64  # that a thread takes at a time
+PART = (
+    "source",  # [batch, num_kv_heads, query_length, dim] in a dtype of `DTYPES`
+    "batch_stride",
+    "head_stride",
+    "token_stride",
+    "dtype",
+    "dim",
+    "target",  # numbers in that dtype, or 8-bit codes [num_kv_heads, num_slots, dim]
+    "scale",  # float16 [num_kv_heads, num_slots] of codes; 0 for none
+)
+_PART_TYPE = np.dtype([(name, np.int64) for name in PART])
+HEADER = (
+    "next_item",
+    "slots",  # int32 [batch, query_length], -1 for tokens that are not stored
+    "batch",
+    "query_length",
+    "num_kv_heads",
+    "num_slots",
+    "bits",  # of codes; 0: e4m3
+    "factors",  # float32 [num_factors]: what e4m3 tries the smallest scale times of
+    "num_factors",
+)
+CALL = np.dtype([(name, np.int64) for name in HEADER] + [("key", _PART_TYPE), ("value", _PART_TYPE)], align=True)
+_FACTORS = 2 ** (torch.arange(scaled.FP8_SCALES) / scaled.FP8_SCALES)
+LARGEST_SCALE = np.float32(scaled.LARGEST_SCALE)
+MAX_DIM = 1024  # of what is quantized
+
+
+@njit(**EXACT_FLAGS)
+def store_tokens(call, part, row, kv_head, first, last, numbers, best):
+    """Stores the new tokens `first .. last - 1` of a row. `numbers`, `best`: memory for a token."""
+    slots = carray(pointer(call.slots), (call.batch * call.query_length,), np.int32)
+    for token in range(first, last):
+        slot = np.int64(slots[row * call.query_length + token])
+        if slot < 0:
+            continue
+        offset = row * part.batch_stride + kv_head * part.head_stride + token * part.token_stride
+        place = kv_head * call.num_slots + slot
+        if part.scale == 0:
+            copy_bits(part.source, offset, part.target, place * part.dim, part.dim, part.dtype)
+            continue
+        size = np.int64(4) if part.dtype == 0 else np.int64(2)
+        copy_rows(part.source + offset * size, part.dtype, part.dim, numbers, part.dim, part.dim, 1)
+        codes = part.target + place * part.dim
+        scales = carray(pointer(part.scale), (place + 1,), np.uint16)
+        scales[place] = quantize(numbers, codes, best, part.dim, call.bits, call.factors, call.num_factors)
+
+
+@njit(**EXACT_FLAGS)
+def copy_bits(source, source_offset, target, target_offset, dim, dtype):
+    if dtype == 0:
+        old = carray(pointer(source + source_offset * 4), (dim,), np.uint32)
+        new = carray(pointer(target + target_offset * 4), (dim,), np.uint32)
+        for i in range(dim):
+            new[i] = old[i]
+    else:
+        old_half = carray(pointer(source + source_offset * 2), (dim,), np.uint16)
+        new_half = carray(pointer(target + target_offset * 2), (dim,), np.uint16)
+        for i in range(dim):
+            new_half[i] = old_half[i]
+
+
+@njit(**EXACT_FLAGS)
+def quantize(numbers, codes, best, dim, bits, factors, num_factors):
+    """Writes the codes of a token and returns the bits of its scale, as `hf_paged_kernels.scaled.quantized`."""
+    states = floats(numbers, dim)
+    largest = np.float32(0)
+    has_nan = False
+    for i in range(dim):
+        largest = max(largest, abs(states[i]))
+        has_nan |= states[i] != states[i]
+    if has_nan:
+        largest = np.float32(np.nan)
+    out = carray(pointer(codes), (dim,), np.uint8)
+    if bits == 8:
+        scale = rounded_scale(largest / np.float32(127))
+        wide = float_of_half(scale)
+        for i in range(dim):
+            out[i] = np.uint8(np.int32(np.rint(in_range(states[i] / wide, np.float32(127)))))
+        return scale
+    smallest = largest / np.float32(448)
+    scale = e4m3_codes(states, smallest, out, dim)
+    error = squared_error(states, out, scale, dim)
+    tried = carray(pointer(best), (dim,), np.uint8)
+    steps = floats(factors, num_factors)
+    for step in range(1, num_factors):
+        other = e4m3_codes(states, smallest * steps[step], tried, dim)
+        other_error = squared_error(states, tried, other, dim)
+        if other_error < error:
+            error, scale = other_error, other
+            for i in range(dim):
+                out[i] = tried[i]
+    return scale
+
+
+@njit(**EXACT_FLAGS)
+def rounded_scale(scale):
+    return half_of_float(min(scale, LARGEST_SCALE) if scale == scale else scale)
+
+
+@njit(**EXACT_FLAGS)
+def in_range(number, largest):
+    """The number in `-largest .. largest`, 0 for NaN."""
+    return max(min(number, largest), -largest) if number == number else np.float32(0)
+
+
+@njit(**EXACT_FLAGS)
+def e4m3_codes(states, scale, out, dim):
+    """The nearest codes, of two equally near ones the even, under a rounded scale, whose bits are returned."""
+    half = rounded_scale(scale)
+    wide = float_of_half(half)
+    for i in range(dim):
+        number = in_range(states[i] / wide, np.float32(448))
+        bits = bits_of_float(number)
+        magnitude = bits & np.int32(0x7FFFFFFF)
+        # The exponent with e4m3's bias, and 3 bits of mantissa.
+        odd = magnitude >> np.int32(20) & np.int32(1)
+        normal = ((magnitude + np.int32(0x7FFFF) + odd) >> np.int32(20)) - np.int32(120 << 3)
+        subnormal = np.int32(np.rint(abs(number) * np.float32(2.0**9)))
+        code = subnormal if abs(number) < np.float32(2.0**-6) else normal
+        out[i] = np.uint8(code | (bits >> np.int32(24) & np.int32(0x80)))
+    return half
+
+
+@njit(**EXACT_FLAGS)
+def squared_error(states, codes, scale, dim):
+    wide = float_of_half(scale)
+    total = np.float32(0)
+    for i in range(dim):
+        error = float_of_e4m3(codes[i]) * wide - states[i]
+        total += error * error
+    return total
+
+
+@njit(**EXACT_FLAGS)
+def take_tokens(address):
+    """Stores tokens of a call, given by the address of its record, until there are none left."""
+    call = carray(pointer(address), (1,), CALL)[0]
+    numbers, best = np.empty(MAX_DIM, dtype=np.float32), np.empty(MAX_DIM, dtype=np.uint8)
+    chunks = -(-call.query_length // TOKENS)
+    while True:
+        item = take_number(address)
+        if item >= call.batch * call.num_kv_heads * chunks:
+            return
+        chunk, head = item % chunks, item // chunks
+        row, kv_head = head // call.num_kv_heads, head % call.num_kv_heads
+        first, last = chunk * TOKENS, min((chunk + 1) * TOKENS, call.query_length)
+        store_tokens(call, call.key, row, kv_head, first, last, numbers.ctypes.data, best.ctypes.data)
+        store_tokens(call, call.value, row, kv_head, first, last, numbers.ctypes.data, best.ctypes.data)
+
+
+def _compiled(version: int) -> Any:
+    def work(address):
+        if version >= 0:
+            take_tokens(address)
+
+    return c_function(work)
+
+
+work = _compiled(checksum())
+"""`take_tokens` for callers that are not Python."""
+
+
+def can_write(blocks: Blocks, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the kernel stores keys and values like these in such blocks."""
+    exact = blocks.hot if isinstance(blocks, HotColdBlocks) else blocks
+    if key.dtype not in DTYPES or value.dtype not in DTYPES:
+        return False
+    return isinstance(exact, KVBlocks) or (isinstance(exact, ScaledBlocks) and max(exact.dims) <= MAX_DIM)
+
+
+def write_kv(blocks: Blocks, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:
+    """As `hf_paged_kernels.write_kv`."""
+    if isinstance(blocks, HotColdBlocks):
+        write_kv(blocks.hot, key, value, step.hot)
+        # Once in the life of a block, so that plain PyTorch does.
+        quantize_new_blocks(blocks, key, value, step)
+        return
+    batch, num_kv_heads, query_length, _ = key.shape
+    slots, bits, scales = step.memo(("cpu slots",), lambda: np.ascontiguousarray(step.slots)), 8, (0, 0)
+    if isinstance(blocks, ScaledBlocks):
+        bits = 8 if blocks.code_dtype == torch.int8 else 0
+        scales = blocks.key_scale.data_ptr(), blocks.value_scale.data_ptr()
+    num_slots = blocks.num_blocks * blocks.block_size
+    record = array("q", [0, slots.ctypes.data, batch, query_length, num_kv_heads, num_slots, bits])
+    record.extend((_FACTORS.data_ptr(), len(_FACTORS)))
+    sources = [states if states.stride(-1) == 1 else states.contiguous() for states in (key, value)]
+    for states, target, scale in zip(sources, (blocks.key, blocks.value), scales, strict=True):
+        strides = states.stride()
+        record.extend((states.data_ptr(), strides[0], strides[1], strides[2]))
+        record.extend((DTYPES[states.dtype], states.shape[3], target.data_ptr(), scale))
+    num_items = batch * num_kv_heads * -(-query_length // TOKENS)
+    # One token a row is stored before other threads have woken up.
+    num_threads = 1 if query_length * batch < TOKENS else min(torch.get_num_threads(), num_items)
+    threads.run(work.address, record.buffer_info()[0], num_threads)
