@@ -13,7 +13,7 @@ from numba import carray, njit
 from hf_paged_kernels.cpu_kernels.call import CALL, PIECE_TYPE
 from hf_paged_kernels.cpu_kernels.compiled import FLAGS, c_function, checksum
 from hf_paged_kernels.cpu_kernels.tiles import TILE, floats, tile_of
-from hf_paged_kernels.cpu_kernels.vectors import LANES, dots, float_of_bits, make_accumulate, pointer, take_number
+from hf_paged_kernels.cpu_kernels.vectors import LANES, float_of_bits, make_accumulate, make_dots, pointer, take_number
 
 MINUS_INFINITY = np.float32(-np.inf)
 LOG2_E = np.float32(1.4426950408889634)
@@ -21,6 +21,8 @@ LN_2 = np.float32(0.6931471805599453)
 PIECE_BYTES = PIECE_TYPE.itemsize
 NEXT_PIECE, NEXT_SCRATCH = (CALL.fields[name][1] for name in ("next_piece", "next_scratch"))
 
+# Of 64 and 128 channels, and of any other number.
+dots_64, dots_128, dots_any = make_dots(64 // LANES), make_dots(128 // LANES), make_dots(None)
 accumulate_4x4, accumulate_3x4, accumulate_2x4, accumulate_1x4 = (make_accumulate(rows, 4) for rows in (4, 3, 2, 1))
 accumulate_4x1, accumulate_1x1 = make_accumulate(4, 1), make_accumulate(1, 1)
 
@@ -134,15 +136,16 @@ def attend_piece(call, piece, scratch):
             end = min(last, first + TILE)
         count = end - first
         keys, key_stride = tile_of(call, key, True, row, kv_head, first, count, first >= fresh_from, past, room)
-        for r in range(num_rows):
-            for start in range(0, count, LANES):
-                dots(
-                    queries + r * key.width * 4,
-                    keys + start * key_stride * 4,
-                    key_stride,
-                    key.width // LANES,
-                    scores + (r * TILE + start) * 4,
-                )
+        for start in range(0, count, LANES):
+            tile_keys, num_vectors = keys + start * key_stride * 4, key.width // LANES
+            for r in range(num_rows):
+                query, products = queries + r * key.width * 4, scores + (r * TILE + start) * 4
+                if key.width == 64:
+                    dots_64(query, tile_keys, key_stride, num_vectors, products)
+                elif key.width == 128:
+                    dots_128(query, tile_keys, key_stride, num_vectors, products)
+                else:
+                    dots_any(query, tile_keys, key_stride, num_vectors, products)
         if has_cap:
             cap = np.float32(call.softcap)
             for r in range(num_rows):

@@ -18,6 +18,26 @@ def floats(address, count):
 
 
 @njit(**FLAGS)
+def locate(call, part, row, kv_head, token):
+    """Where a token of a row is stored: its address, and its slot among codes, -1 for an exact one."""
+    size = call.block_size
+    block, offset = token // size, token % size
+    place = row * call.max_blocks + block
+    num_exact, hot_block = call.num_blocks, np.int64(-1)
+    if call.hot_table != 0:
+        num_exact = call.num_hot_blocks
+        hot_block = np.int64(carray(pointer(call.hot_table), (place + 1,), np.int32)[place])
+    block_id = np.int64(carray(pointer(call.table), (place + 1,), np.int32)[place])
+    if part.codes == 0 or hot_block >= 0:
+        exact_block = hot_block if hot_block >= 0 else block_id
+        slot = (kv_head * num_exact + exact_block) * size + offset
+        return part.exact + slot * part.dim * bytes_of(part.dtype), np.int64(-1)
+    slot = (kv_head * call.num_blocks + block_id) * size + offset
+    token_bytes = part.dim if part.zero == 0 else part.dim * part.bits // 8
+    return part.codes + slot * token_bytes, slot
+
+
+@njit(**FLAGS)
 def tile_of(call, part, is_key, row, kv_head, first, count, is_fresh, past, room):
     """The tokens `first .. first + count - 1` of a row, which lie in one block or are all new.
 
@@ -38,38 +58,22 @@ def tile_of(call, part, is_key, row, kv_head, first, count, is_fresh, past, room
         address = part.fresh + index * bytes_of(part.dtype)
         copy_rows(address, part.dtype, part.fresh_token, target, dim, width, count)
         return target, width
-    size = call.block_size
-    block, offset = first // size, first % size
-    place = row * call.max_blocks + block
-    if call.hot_table != 0:
-        hot_block = np.int64(carray(pointer(call.hot_table), (place + 1,), np.int32)[place])
-        num_exact = call.num_hot_blocks
-    else:
-        hot_block = np.int64(-1)
-        num_exact = call.num_blocks
-    block_id = np.int64(carray(pointer(call.table), (place + 1,), np.int32)[place])
-    if part.codes == 0 or hot_block >= 0:
-        exact_block = hot_block if hot_block >= 0 else block_id
-        slot = (kv_head * num_exact + exact_block) * size + offset
-        address = part.exact + slot * dim * bytes_of(part.dtype)
+    address, slot = locate(call, part, row, kv_head, first)
+    size, offset = call.block_size, first % call.block_size
+    if slot < 0:
         if part.dtype == 0 and dim == width and offset + -(-count // LANES) * LANES <= size:
             return address, dim
         copy_rows(address, part.dtype, dim, target, dim, width, count)
-        return target, width
-    slot = (kv_head * call.num_blocks + block_id) * size + offset
-    if part.zero == 0:
-        decode_scaled(part.codes + slot * dim, part.scale + slot * 2, part.bits, target, dim, width, count)
+    elif part.zero == 0:
+        decode_scaled(address, part.scale + slot * 2, part.bits, target, dim, width, count)
     elif is_key:
-        groups = (kv_head * call.num_blocks + block_id) * (size // part.group) * dim * 2
-        codes = part.codes + slot * dim * part.bits // 8
-        decode_keys(codes, part.scale + groups, part.zero + groups, part.bits, part.group, offset, room, target, dim,
+        groups = slot // size * (size // part.group) * dim * 2
+        decode_keys(address, part.scale + groups, part.zero + groups, part.bits, part.group, offset, room, target, dim,
                     width, count)  # fmt: skip
     else:
         groups = slot * (dim // part.group) * 2
-        codes = part.codes + slot * dim * part.bits // 8
-        decode_values(
-            codes, part.scale + groups, part.zero + groups, part.bits, part.group, room, target, dim, width, count
-        )
+        decode_values(address, part.scale + groups, part.zero + groups, part.bits, part.group, room, target, dim, width,
+                      count)  # fmt: skip
     return target, width
 
 

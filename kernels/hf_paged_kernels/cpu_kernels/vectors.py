@@ -1,7 +1,7 @@
 """What Numba has no words for: vectors, reinterpreted bits, and memory at an address, as LLVM instructions.
 
 Numba vectorizes simple loops by itself. It does not find the two loops that attention spends its time in, which keep
-a block of results in registers: `dots`, and what `make_accumulate` makes.
+a block of results in registers: what `make_dots` and `make_accumulate` make.
 """
 
 from collections.abc import Callable
@@ -81,38 +81,57 @@ def take_number(typing_context: Any, address: Any) -> Any:
     return types.int64(types.int64), generate
 
 
-@intrinsic
-def dots(typing_context: Any, query: Any, keys: Any, key_stride: Any, num_vectors: Any, out: Any) -> Any:
-    """The products of one query with `LANES` keys.
+def make_dots(num_vectors: int | None) -> Callable:
+    """Makes `dots(query, keys, key_stride, num_vectors, out)`, the products of one query with `LANES` keys.
 
-    Each key has a sum of its own, a vector, so that a vector of the query is loaded once for all of them. At the end
-    the sums become one vector of totals, by halves: two vectors of partial sums give one with half as many partial
-    sums of each.
+    Each key has a sum of its own, a vector. At the end the sums become one vector of totals, by halves: two vectors of
+    partial sums give one with half as many partial sums of each. With a fixed number of vectors the query stays in
+    registers, and keys are read one after the other, as they lie: that is what a processor fetches ahead.
 
-    Args:
+    Args of `dots`:
         query: address of float32 `[num_vectors * LANES]`.
         keys: address of float32 `[LANES, >= num_vectors * LANES]`.
         key_stride: floats from key to key.
-        num_vectors: vectors of a key.
+        num_vectors: vectors of a key; what `make_dots` was given, unless that is `None`.
         out: address of float32 `[LANES]`.
     """
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        query, keys, key_stride, num_vectors, out = args
-        sums = [cgutils.alloca_once_value(builder, ir.Constant(VECTOR, [0.0] * LANES)) for _ in range(LANES)]
-        with cgutils.for_range(builder, num_vectors) as loop:
-            start = builder.mul(loop.index, I64(LANES))
-            query_vector = _load(builder, query, start)
-            for lane, total in enumerate(sums):
-                key = _load(builder, keys, builder.add(builder.mul(key_stride, I64(lane)), start))
-                builder.store(_fused(builder, query_vector, key, builder.load(total)), total)
-        totals = [builder.load(total) for total in sums]
-        while len(totals) > 1:
-            totals = [_added_by_halves(builder, *pair) for pair in zip(totals[::2], totals[1::2], strict=True)]
-        _store(builder, totals[0], out, I64(0))
-        return context.get_dummy_value()
+    @intrinsic
+    def dots(typing_context: Any, query: Any, keys: Any, key_stride: Any, num_vectors_: Any, out: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            query, keys, key_stride, count, out = args
+            starts = [builder.mul(key_stride, I64(lane)) for lane in range(LANES)]
+            if num_vectors is None:
+                totals = _sums_of_any_width(builder, query, keys, starts, count)
+            else:
+                vectors = [_load(builder, query, I64(vector * LANES)) for vector in range(num_vectors)]
+                totals = []
+                for start in starts:
+                    total = builder.fmul(vectors[0], _load(builder, keys, start))
+                    for vector in range(1, num_vectors):
+                        key = _load(builder, keys, builder.add(start, I64(vector * LANES)))
+                        total = _fused(builder, vectors[vector], key, total)
+                    totals.append(total)
+            while len(totals) > 1:
+                totals = [_added_by_halves(builder, *pair) for pair in zip(totals[::2], totals[1::2], strict=True)]
+            _store(builder, totals[0], out, I64(0))
+            return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5), generate
+        return types.void(*[types.int64] * 5), generate
+
+    return dots
+
+
+def _sums_of_any_width(builder: Any, query: Any, keys: Any, starts: list[Any], count: Any) -> list[Any]:
+    """The sums of `dots` for keys of `count` vectors: a vector of the query is loaded once for all keys."""
+    sums = [cgutils.alloca_once_value(builder, ir.Constant(VECTOR, [0.0] * LANES)) for _ in starts]
+    with cgutils.for_range(builder, count) as loop:
+        first = builder.mul(loop.index, I64(LANES))
+        query_vector = _load(builder, query, first)
+        for start, total in zip(starts, sums, strict=True):
+            key = _load(builder, keys, builder.add(start, first))
+            builder.store(_fused(builder, query_vector, key, builder.load(total)), total)
+    return [builder.load(total) for total in sums]
 
 
 def make_accumulate(num_rows: int, num_vectors: int) -> Callable:
