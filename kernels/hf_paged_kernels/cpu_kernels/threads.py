@@ -1,28 +1,28 @@
 """Runs a kernel in the threads that PyTorch uses, so that the two never compete for cores."""
 
 import ctypes
+import os
 from functools import cache
 
 import torch
 
+_is_forked = False
+
 
 def run(function: int, argument: int, num_threads: int) -> None:
-    """Calls a C function `void (void *)` in `num_threads` threads at once, or in fewer, and waits for all of them.
+    """Calls a C function `void (void *)` in up to `num_threads` threads at once, and waits for all of them.
 
     Args:
-        function: its address.
+        function: its address. Each call takes its share of the work from memory that all of them see, so the number of
+            calls does not matter.
         argument: the address that each call is given.
-        num_threads: at most `torch.get_num_threads()` are useful.
+        num_threads: `torch.get_num_threads()` at most.
     """
-    if num_threads > 1 and (parallel := _openmp()) is not None:
-        parallel(function, argument, num_threads, 0)
-    else:
+    parallel = _openmp() if num_threads > 1 and not _is_forked else None
+    if parallel is None:
         _as_function(function)(argument)
-
-
-def can_run_parallel() -> bool:
-    """Whether PyTorch's threads can be had."""
-    return _openmp() is not None
+    else:
+        parallel(function, argument, num_threads, 0)
 
 
 @cache
@@ -42,3 +42,13 @@ def _openmp() -> ctypes._CFuncPtr | None:
 @cache
 def _as_function(address: int) -> ctypes._CFuncPtr:
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+
+
+def _mark_forked() -> None:
+    # A forked process has one thread only, and GNU's library waits forever for those it had.
+    global _is_forked
+    _is_forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_mark_forked)

@@ -1,0 +1,80 @@
+"""Whose threads the kernels for CPUs run in, and what is left of them where there are none."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hf_paged_kernels import KVBlocks, StepMetadata, paged_attention
+
+from tests.kernels.cases import Case, lay_out, random_rows
+
+pytest.importorskip("numba")
+threads = pytest.importorskip("hf_paged_kernels.cpu_kernels.threads")
+
+SCALE = 0.1
+
+
+def long_context() -> tuple[torch.Tensor, KVBlocks, StepMetadata]:
+    case = Case(lengths=(1000,), heads=(6, 2), dims=(64, 64), block_size=64, new_from_blocks=True)
+    rows = random_rows(case, torch.float32, torch.Generator().manual_seed(0))
+    return torch.randn(1, 6, 1, 64, generator=torch.Generator().manual_seed(1)), *lay_out(case, rows, 0.0)
+
+
+@pytest.fixture
+def two_threads() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_pytorch_s_own_threads_are_found() -> None:
+    if sys.platform == "linux":
+        assert threads._openmp() is not None
+
+
+def test_without_openmp_the_caller_does_all(monkeypatch: pytest.MonkeyPatch, two_threads: None) -> None:
+    inputs = long_context()
+    expected = paged_attention(*inputs, scale=SCALE, backend="cpu")
+    monkeypatch.setattr(threads, "_openmp", lambda: None)
+    assert torch.equal(paged_attention(*inputs, scale=SCALE, backend="cpu"), expected)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_does_not_wait_for_threads_it_has_not(two_threads: None) -> None:
+    inputs = long_context()
+    expected = paged_attention(*inputs, scale=SCALE, backend="cpu")
+
+    def attend() -> None:
+        out = paged_attention(*inputs, scale=SCALE, backend="cpu")
+        os._exit(0 if (out.numpy() == expected.numpy()).all() else 1)
+
+    child = multiprocessing.get_context("fork").Process(target=attend)
+    child.start()
+    child.join(timeout=60)
+    if child.is_alive():
+        child.kill()
+        pytest.fail("the forked process hangs")
+    assert child.exitcode == 0
+
+
+@pytest.mark.slow
+def test_machine_code_is_kept_for_the_source_it_came_from(tmp_path: Path) -> None:
+    """A second process loads it; with another checksum of the sources it is compiled again."""
+    script = (
+        "import sys\n"
+        "from hf_paged_kernels.cpu_kernels.write import _compiled\n"
+        "print(_compiled(int(sys.argv[1])).cache_hits)\n"
+    )
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    hits = [
+        subprocess.run([sys.executable, "-c", script, version], env=environment, capture_output=True, text=True)
+        for version in ("1", "1", "2")
+    ]
+    assert [run.stdout.strip() for run in hits] == ["0", "1", "0"], hits[0].stderr
