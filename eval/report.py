@@ -24,6 +24,10 @@ def _mebibytes(key: str) -> Callable[[Row], str]:
     return lambda row: f"{row[key] / 2**20:,.2f}"
 
 
+def _if_there(cell: Callable[[Row], str], key: str) -> Callable[[Row], str]:
+    return lambda row: cell(row) if key in row else ""
+
+
 def _same_tokens(row: Row) -> str:
     return "same" if row["tokens_equal"] else "DIFFERENT"
 
@@ -32,6 +36,11 @@ _CACHE: Column = ("cache", lambda row: row["label"])
 _CONTEXT: Column = ("context", _number("context"))
 _STEP: tuple[Column, ...] = (("ms/step", _number("step_ms", 2)), ("min", _number("step_ms_min", 2)))
 _STEP_RATIO: Column = ("step x", _number("step_ratio", 2))
+_COST_OF_CONTEXT: tuple[Column, ...] = (
+    ("context ms", _if_there(_number("context_ms", 2), "context_ms")),
+    ("context x", _if_there(_number("context_ratio", 2), "context_ratio")),
+)
+_CONTEXT_NOTE = "context ms: the step, less that of the same cache and batch with the shortest context. "
 _BYTES: tuple[Column, ...] = (("MiB", _mebibytes("bytes_used")), ("MiB x", _number("bytes_ratio", 2)))
 _PEAK: Column = ("peak MiB", _mebibytes("bytes_peak"))
 _TRANSIENT: Column = ("step MiB", _mebibytes("step_transient_bytes"))
@@ -40,8 +49,9 @@ _TOKENS: Column = ("tokens", _same_tokens)
 SECTIONS: dict[str, tuple[str, str, tuple[Column, ...]]] = {
     "decode": (
         "Greedy decoding",
-        "MiB: keys and values after the last step. peak MiB: the most that the cache had allocated. step MiB: what one "
-        "step needs beyond the cache while it runs, the model's own activations included. Under sdpa, PagedCache "
+        _CONTEXT_NOTE
+        + "MiB: keys and values after the last step. peak MiB: the most that the cache had allocated. step MiB: what "
+        "one step needs beyond the cache while it runs, the model's own activations included. Under sdpa, PagedCache "
         "gathers its blocks for the attention.",
         (
             _CONTEXT,
@@ -52,6 +62,7 @@ SECTIONS: dict[str, tuple[str, str, tuple[Column, ...]]] = {
             ("decode tok/s", _number("decode_tokens_per_second", 1)),
             *_STEP,
             _STEP_RATIO,
+            *_COST_OF_CONTEXT,
             *_BYTES,
             _PEAK,
             _TRANSIENT,
@@ -60,13 +71,15 @@ SECTIONS: dict[str, tuple[str, str, tuple[Column, ...]]] = {
     ),
     "beam": (
         "Beam search, 4 beams",
-        "reorder ms: the part of a step spent in reorder_cache; QuantizedCache puts that work off to its next update. "
-        "call s: making the cache, prefill and all steps. MiB: after the last step.",
+        _CONTEXT_NOTE
+        + "reorder ms: the part of a step spent in reorder_cache; QuantizedCache puts that work off to its next "
+        "update. call s: making the cache, prefill and all steps. MiB: after the last step.",
         (
             _CONTEXT,
             _CACHE,
             *_STEP,
             _STEP_RATIO,
+            *_COST_OF_CONTEXT,
             ("reorder ms", _number("reorder_ms", 3)),
             ("reorder x", _number("reorder_ratio", 2)),
             ("call s", _number("call_seconds", 2)),
@@ -110,6 +123,27 @@ SECTIONS: dict[str, tuple[str, str, tuple[Column, ...]]] = {
 }
 
 
+def with_cost_of_context(rows: Sequence[Row]) -> list[Row]:
+    """Rows of a section with what the context alone costs a step, where a shorter context was measured too."""
+    shortest: dict[tuple[str, int], Row] = {}
+    for row in sorted(rows, key=lambda row: row.get("context", 0)):
+        shortest.setdefault((row["cache"], row.get("batch", 1)), row)
+    costs = {
+        (row["cache"], row["batch"], row["context"]): row["step_ms"] - short["step_ms"]
+        for row in rows
+        if "step_ms" in row and (short := shortest[row["cache"], row["batch"]]) is not row
+    }
+    extended = []
+    for row in rows:
+        cost = costs.get((row["cache"], row.get("batch"), row.get("context")))
+        baseline = costs.get((BASELINE, row.get("batch"), row.get("context")))
+        more = {} if cost is None else {"context_ms": cost}
+        if cost is not None and baseline:
+            more["context_ratio"] = cost / baseline
+        extended.append({**row, **more})
+    return extended
+
+
 def _cells(columns: Sequence[Column], rows: Sequence[Row]) -> list[list[str]]:
     return [[header for header, _ in columns], *([cell(row) for _, cell in columns] for row in rows)]
 
@@ -117,7 +151,7 @@ def _cells(columns: Sequence[Column], rows: Sequence[Row]) -> list[list[str]]:
 def text_section(section: str, rows: Sequence[Row]) -> str:
     """One section as an aligned table, for a terminal."""
     title, note, columns = SECTIONS[section]
-    return "\n".join([title, note, "", text_table(columns, rows, left="cache")])
+    return "\n".join([title, note, "", text_table(columns, with_cost_of_context(rows), left="cache")])
 
 
 def text_table(columns: Sequence[Column], rows: Sequence[Row], left: str) -> str:
@@ -145,7 +179,7 @@ def markdown_table(columns: Sequence[Column], rows: Sequence[Row], left: str) ->
 
 def _markdown_section(section: str, rows: Sequence[Row]) -> str:
     title, note, columns = SECTIONS[section]
-    return "\n".join([f"## {title}", "", note, "", markdown_table(columns, rows, left="cache")])
+    return "\n".join([f"## {title}", "", note, "", markdown_table(columns, with_cost_of_context(rows), left="cache")])
 
 
 def conclusions(results: Mapping[str, Any]) -> list[str]:

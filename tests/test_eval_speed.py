@@ -243,6 +243,21 @@ def test_ratios_are_taken_within_a_round():
     assert timing.median_ratio([2.0, 30.0, 8.0], [1.0, 10.0, 2.0]) == 3.0
 
 
+def test_what_the_context_costs_is_taken_against_the_shortest_one():
+    def row(cache: str, batch: int, context: int, step_ms: float) -> dict:
+        return {"cache": cache, "batch": batch, "context": context, "step_ms": step_ms}
+
+    rows = [
+        row("dynamic", 1, 512, 30.0),
+        row("dynamic", 1, 16, 10.0),
+        row("dynamic", 8, 512, 99.0),
+        row("paged", 1, 16, 11.0),
+        row("paged", 1, 512, 16.0),
+    ]
+    costs = [(row.get("context_ms"), row.get("context_ratio")) for row in report.with_cost_of_context(rows)]
+    assert costs == [(20.0, 1.0), (None, None), (None, None), (None, None), (5.0, 0.25)]
+
+
 def test_steps_that_open_a_block():
     # After a prompt of 256 tokens, four blocks of 64, the first step opens one, and every 64th after it.
     assert bookkeeping.opening_steps(list(range(200))) == [0, 64, 128, 192]
