@@ -48,8 +48,8 @@ class PagedCache(DynamicCache):
         memory: hard limit of the bytes of all pools, a number or text such as `"2GiB"`. `None`: grow on demand.
         cross_attention: the cache is to hold an encoder's keys and values, the second one of an
             `EncoderDecoderCache`: every layer then keeps all of them, whatever window its self-attention has.
-        backend: the kernels: `"triton"`, `"reference"` (plain PyTorch), or `None` for Triton on GPUs and plain PyTorch
-            elsewhere, unless the environment variable `HF_PAGED_KERNELS` names another.
+        backend: the kernels: `"triton"`, `"cpu"` (Numba), `"reference"` (plain PyTorch), or `None` for those that suit
+            the device and are installed, unless the environment variable `HF_PAGED_KERNELS` names others.
         offloading: must be false; models that make a second cache of the type of the first one pass it.
 
     Raises:
