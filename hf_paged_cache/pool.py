@@ -27,23 +27,34 @@ class LayerPool:
         geometry: shape, dtypes and device of the layer's keys and values.
         block_size: tokens a block.
         num_blocks: blocks to begin with, the null block included if there is one.
+        budget: counts the bytes of the layer; they are in it from the first.
         hot: the pool of the layer's hot blocks, for a codec that quantizes whole blocks.
     """
 
     def __init__(
-        self, codec: Codec, geometry: Geometry, block_size: int, num_blocks: int, hot: "LayerPool | None" = None
+        self,
+        codec: Codec,
+        geometry: Geometry,
+        block_size: int,
+        num_blocks: int,
+        budget: MemoryBudget,
+        hot: "LayerPool | None" = None,
     ) -> None:
         self.codec = codec
         self.geometry = geometry
         self.block_size = block_size
         self.block_bytes = codec.block_bytes(geometry, block_size)
         self.hot = hot
+        self._budget = budget
         self._own = codec.allocate(geometry, block_size, num_blocks)
+        budget.add(self.num_bytes)
 
     @property
     def blocks(self) -> Blocks:
-        """All that a reader needs."""
-        return self._own if self.hot is None else HotColdBlocks(self._own, self.hot._own)
+        """All that a reader needs. It stays readable when the pool has grown since."""
+        # Not between two planes that another thread is moving.
+        with self._budget.lock:
+            return self._own if self.hot is None else HotColdBlocks(self._own, self.hot._own)
 
     @property
     def planes(self) -> tuple[torch.Tensor, ...]:
@@ -59,38 +70,34 @@ class LayerPool:
         """Bytes of the tensors, those of hot blocks not included."""
         return self._own.num_blocks * self.block_bytes
 
-    def grow(self, num_blocks: int, budget: MemoryBudget) -> None:
-        """Moves the blocks into larger planes, one after the other, so that only one of them is held twice.
-
-        Args:
-            num_blocks: blocks to have then.
-            budget: counts the bytes that are allocated and given back.
-        """
+    def grow(self, num_blocks: int) -> None:
+        """Moves the blocks into larger planes, one after the other, so that only one of them is held twice. Done under
+        the lock of the budget."""
         present = self.num_blocks
         try:
-            self._move(num_blocks, budget)
+            self._move(num_blocks)
         except BaseException:
             # All planes have to hold the same blocks. What has moved goes back to where room became free.
-            self._move(present, budget)
+            self._move(present)
             raise
 
-    def _move(self, num_blocks: int, budget: MemoryBudget) -> None:
+    def _move(self, num_blocks: int) -> None:
         for index in range(len(self._own.planes)):
             old = self._own.planes[index]
             num_kv_heads, present, *dims = old.shape
             if present == num_blocks:
                 continue
             num_bytes = num_kv_heads * num_blocks * prod(dims) * old.itemsize
-            budget.add(num_bytes)
+            self._budget.add(num_bytes)
             try:
                 new = self.codec.new_plane((num_kv_heads, num_blocks, *dims), old.dtype, old.device)
             except BaseException:
-                budget.remove(num_bytes)
+                self._budget.remove(num_bytes)
                 raise
             kept = min(present, num_blocks)
             new[:, :kept] = old[:, :kept]
             self._own = self._own.with_plane(index, new)
-            budget.remove(old.nbytes)
+            self._budget.remove(old.nbytes)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:
         """Stores the new tokens `[batch, num_kv_heads, query_length, dim]` of a step."""
@@ -187,8 +194,7 @@ class GroupPool:
             num_bytes = num_blocks * codec.block_bytes(geometry, self._block_size)
             if self._budget.remaining is not None and num_bytes > self._budget.remaining + self._promised:
                 raise self._out_of_blocks(num_blocks)
-            pool = LayerPool(codec, geometry, self._block_size, num_blocks, hot)
-            self._budget.add(num_bytes)
+            pool = LayerPool(codec, geometry, self._block_size, num_blocks, self._budget, hot)
             self.layers[layer_idx] = pool
             self._promise()
         return pool
@@ -249,7 +255,7 @@ class GroupPool:
         num_blocks = self._num_stored(target)
         for layer in self.layers.values():
             if layer.num_blocks < num_blocks:  # else moved by an attempt that ran out of memory at a later layer
-                layer.grow(num_blocks, self._budget)
+                layer.grow(num_blocks)
         self.allocator.grow(target)
         self._promise()
 

@@ -1,5 +1,6 @@
 """`GroupPool`: memory of the layers of a group, how it grows, and limits that are exact to the block and the byte."""
 
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -48,13 +49,13 @@ BLOCK_BYTES = 2 * SIZE * (8 + 8) * 4  # of one layer of `make_pool`
 class TestLayerPool:
     def test_what_is_written_is_read_through_growth(self):
         geometry = Geometry(2, 8, 6, torch.float32, torch.float32, torch.device("cpu"))
-        layer = LayerPool(RawCodec(), geometry, SIZE, 5)
+        layer = LayerPool(RawCodec(), geometry, SIZE, 5, MemoryBudget())
         pool = make_pool()
         step, _ = table_over(pool).extend(2, 6)
         key, value = torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 6)
         layer.write(key, value, step)
         for num_blocks in (5, 6, 20):
-            layer.grow(num_blocks, MemoryBudget())
+            layer.grow(num_blocks)
             assert layer.blocks.num_blocks == num_blocks
             assert layer.num_bytes == num_blocks * layer.block_bytes == sum(p.nbytes for p in layer.blocks.planes)
             assert torch.equal(layer.codec.read(layer.blocks, "key", step, 0, 6), key)
@@ -115,6 +116,30 @@ class TestGrowth:
             assert memory.peak <= pool.num_bytes + largest_before
         assert pool._budget.allocated == pool.num_bytes
         assert memory.peak <= pool._budget.peak
+
+    def test_a_reader_in_another_thread_never_sees_a_layer_half_moved(self, monkeypatch):
+        pool = make_pool()
+        pool.allocate(5)
+        layer, new_plane = pool.layers[0], RawCodec.new_plane
+        seen: list[set[int]] = []
+        readers: list[threading.Thread] = []
+
+        def read() -> None:
+            seen.append({plane.shape[1] for plane in layer.blocks.planes})
+
+        def reads_meanwhile(*arguments):
+            reader = threading.Thread(target=read)
+            reader.start()
+            readers.append(reader)
+            reader.join(timeout=0.05)
+            return new_plane(*arguments)
+
+        monkeypatch.setattr(RawCodec, "new_plane", staticmethod(reads_meanwhile))
+        with pool.lock:
+            pool.allocate(20)
+        for reader in readers:
+            reader.join()
+        assert seen == [{26}, {26}]
 
     def test_all_layers_have_the_same_blocks(self):
         pool = make_pool(num_layers=3)

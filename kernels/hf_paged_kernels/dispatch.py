@@ -182,12 +182,13 @@ def choose(device: torch.device, backend: Backend | None = None) -> Backend:
     if wanted == "cpu":
         if not _has_numba():
             raise ValueError("the kernels for CPUs need Numba: pip install numba, or use another backend")
+        _cpu()
         if device.type != "cpu":
             raise ValueError(f"the kernels for CPUs need tensors on a CPU, not on {device}: use another backend")
         return "cpu"
     if wanted is None and device.type == "cuda" and _has_triton():
         return "triton"
-    if wanted is None and device.type == "cpu" and _has_numba():
+    if wanted is None and device.type == "cpu" and _has_numba() and _cpu_is_faster():
         return "cpu"
     return "reference"
 
@@ -227,6 +228,17 @@ def _has_triton() -> bool:
 @cache
 def _has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
+
+
+@cache
+def _cpu_is_faster() -> bool:
+    """Whether the kernels for CPUs can be compiled here, and use all threads."""
+    try:
+        kernels = _cpu()
+    except Exception as error:  # whatever ails an installation of Numba that nobody asked to be used
+        _warn_once(f"Numba is installed, but does not work ({error}): plain PyTorch attends instead, which is slower.")
+        return False
+    return kernels.can_run_parallel()
 
 
 # Imported when first wanted: what a machine has no use for, it need not have.

@@ -86,6 +86,11 @@ def quantized(states: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
     return codes.view(states.shape), scale.view(smallest.shape)
 
 
+def scale_factors(device: torch.device) -> torch.Tensor:
+    """What fp8 tries the smallest scale times of: float32 `[FP8_SCALES]`, from 1 to less than 2."""
+    return 2 ** (torch.arange(FP8_SCALES, dtype=torch.float32, device=device) / FP8_SCALES)
+
+
 def _codes(states: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes nearest to `states` `[..., dim]` under scales `[...]` rounded to float16, and those."""
     largest = LARGEST_CODE[dtype]
@@ -97,8 +102,7 @@ def _codes(states: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> tup
 
 def _best_codes(states: torch.Tensor, smallest: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of tokens `[n, dim]`, where each takes the best scale from `smallest` `[n]` to twice as much."""
-    factors = 2 ** (torch.arange(FP8_SCALES, device=states.device) / FP8_SCALES)
-    codes, scales = _codes(states, smallest * factors[:, None], dtype)
+    codes, scales = _codes(states, smallest * scale_factors(states.device)[:, None], dtype)
     errors = (codes.float() * scales.float()[..., None] - states).square().sum(-1)
     best, token = errors.argmin(0), torch.arange(len(states), device=states.device)
     return codes.view(torch.uint8)[best, token].view(dtype), scales[best, token]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from tests.kernels.cases import (
     check,
     lay_out,
     matrix,
+    new_states,
     random_rows,
 )
 from tests.kernels.quantized_cases import CODECS, attend_quantized, check_quantized, quantized
@@ -177,6 +179,84 @@ def test_queries_far_from_each_other_in_size() -> None:
     query = 1e4 * torch.randn(1, 2, 1, 16, generator=torch.Generator().manual_seed(1))
     expected = paged_attention(query, blocks, step, scale=1.0, backend="reference")
     torch.testing.assert_close(attention(query, blocks, step, scale=1.0), expected)
+
+
+def test_new_tokens_may_be_of_another_dtype_than_the_blocks() -> None:
+    case = Case(lengths=(70,), heads=(2, 1), dims=(16, 16), query_length=3)
+    rows = random_rows(case, torch.float32, torch.Generator().manual_seed(0))
+    query = torch.randn(1, 2, 3, 16, generator=torch.Generator().manual_seed(1))
+    for kv in ("raw", "int8", "int4"):
+        blocks, step = lay_out(case, rows, 0.0) if kv == "raw" else quantized(case, rows, kv)[:2]
+        new_kv = tuple(states.bfloat16() for states in new_states(case, rows))
+        wide_kv = tuple(states.float() for states in new_kv)
+        expected = paged_attention(query, blocks, step, scale=0.3, new_kv=wide_kv, backend="reference")
+        torch.testing.assert_close(attention(query, blocks, step, scale=0.3, new_kv=new_kv), expected)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+def test_the_default_dtype_has_no_influence(default: torch.dtype) -> None:
+    torch.set_default_dtype(default)
+    try:
+        check(Case(lengths=(140, 3), query_length=9, heads=(6, 2), sinks=True), attention=attention)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def one_token() -> tuple[torch.Tensor, Any, Any]:
+    case = Case(lengths=(70,), heads=(2, 1), dims=(16, 16), new_from_blocks=True)
+    rows = random_rows(case, torch.float32, torch.Generator().manual_seed(0))
+    return torch.randn(1, 2, 1, 16, generator=torch.Generator().manual_seed(1)), *lay_out(case, rows, 0.0)
+
+
+@pytest.mark.parametrize("strange", [math.nan, math.inf])
+def test_what_is_no_number_shows(strange: float) -> None:
+    """In the query: its row is NaN. In a key: as much as plain PyTorch makes of it."""
+    query, blocks, step = one_token()
+    query[0, 1, 0, 3] = strange
+    out = attention(query, blocks, step, scale=0.3)
+    assert bool(out[0, 1].isnan().all())
+    assert bool(out[0, 0].isfinite().all())
+    query, blocks, step = one_token()
+    blocks.key[0, step.block_table[0, 1], 5, 2] = strange
+    expected = paged_attention(query, blocks, step, scale=0.3, backend="reference")
+    torch.testing.assert_close(attention(query, blocks, step, scale=0.3), expected, equal_nan=True)
+
+
+def test_a_sink_that_takes_nothing_beside_keys_that_are_hidden() -> None:
+    query, blocks, step = one_token()
+    sinks, key_mask = torch.tensor([-math.inf, 0.5]), torch.zeros(1, 70, dtype=torch.bool)
+    out, lse = attention(query, blocks, step, scale=0.3, sinks=sinks, key_mask=key_mask, return_lse=True)
+    assert bool((out == 0).all())
+    assert lse.flatten().tolist() == [-math.inf, 0.5]
+
+
+def test_what_float16_can_hold_stays_finite() -> None:
+    case = Case(lengths=(70,), heads=(2, 1), dims=(16, 16), new_from_blocks=True)
+    rows = random_rows(case, torch.float32, torch.Generator().manual_seed(0))
+    rows = [type(row)(row.key.half(), torch.full_like(row.value, 65504.0).half()) for row in rows]
+    blocks, step, _ = quantized(case, rows, "int8")
+    assert bool((attention(torch.zeros(1, 2, 1, 16).half(), blocks, step, scale=0.3) == 65504).all())
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    """Their addresses would be read wherever they lead."""
+    query, blocks, step = one_token()
+    new = torch.zeros(1, 1, 1, 16)
+    for arguments, message in [
+        ({"query": torch.zeros(1, 2, 2, 16)}, r"query is \[1, 2, 2, 16\] on cpu: expected \[1, 2, 1, 16\]"),
+        ({"query": torch.zeros(2, 2, 1, 16)}, "query is"),
+        ({"new_kv": (new, torch.zeros(1, 2, 1, 16))}, r"value is \[1, 2, 1, 16\] on cpu"),
+        ({"sinks": torch.zeros(3)}, "sinks is"),
+        ({"key_mask": torch.ones(1, 60, dtype=torch.bool)}, "key_mask is"),
+        ({"key_mask": torch.ones(1, 70, dtype=torch.int64)}, "key_mask has dtype torch.int64: expected bool"),
+    ]:
+        given = {"query": query, **arguments}
+        with pytest.raises(ValueError, match=message):
+            attention(given.pop("query"), blocks, step, scale=0.3, **given)
+    many = lay_out(Case(lengths=(70,), heads=(4, 2)), random_rows(Case(lengths=(70,), heads=(4, 2)), torch.float32,
+                   torch.Generator()), 0.0)  # fmt: skip
+    with pytest.raises(ValueError, match="3 query heads are no multiple of 2 KV heads"):
+        attention(torch.zeros(1, 3, 1, 16), *many, scale=0.3)
 
 
 def test_calls_of_several_threads_do_not_meet() -> None:

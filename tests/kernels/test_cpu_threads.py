@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,23 @@ def test_machine_code_is_kept_for_the_source_it_came_from(tmp_path: Path) -> Non
         for version in ("1", "1", "2")
     ]
     assert [run.stdout.strip() for run in hits] == ["0", "1", "0"], hits[0].stderr
+
+
+@pytest.mark.slow
+def test_narrower_vectors_and_processors_without_fused_products(tmp_path: Path) -> None:
+    """The same kernels for 8 floats a vector, as they are made for AVX2, and for the oldest x86-64."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("another processor")
+    script = (
+        "import pytest, sys\n"
+        "from hf_paged_kernels.cpu_kernels.vectors import LANES\n"
+        "assert LANES == 8\n"
+        "names = 'head_ratios or widths or every_width or any_number_of_channels or 16_bit or softcap'\n"
+        "sys.exit(pytest.main(['-q', '-x', '-p', 'no:xdist', 'tests/kernels/test_cpu_attention.py', '-k', names]))\n"
+    )
+    for name, features in (("haswell", ""), ("x86-64", "")):
+        environment = os.environ | {
+            "NUMBA_CACHE_DIR": str(tmp_path / name), "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features
+        }  # fmt: skip
+        run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+        assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]

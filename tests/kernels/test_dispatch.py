@@ -60,6 +60,44 @@ def test_without_triton_and_numba_there_is_the_reference(monkeypatch: pytest.Mon
             choose(device, backend)
 
 
+def test_a_numba_that_does_not_work_is_left_alone_unless_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("numba")
+
+    def fail() -> None:
+        raise ImportError("Numba needs NumPy 1.9 or less")
+
+    monkeypatch.delenv(dispatch.ENVIRONMENT, raising=False)
+    monkeypatch.setattr(dispatch, "_cpu", fail)
+    dispatch._cpu_is_faster.cache_clear()
+    dispatch._warn_once.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, logger=dispatch.__name__):
+            assert choose(CPU) == choose(CPU) == "reference"
+        assert [record.message for record in caplog.records] == [
+            "Numba is installed, but does not work (Numba needs NumPy 1.9 or less): plain PyTorch attends instead, "
+            "which is slower."
+        ]
+        with pytest.raises(ImportError, match=r"NumPy 1\.9"):
+            choose(CPU, "cpu")
+    finally:
+        dispatch._cpu_is_faster.cache_clear()
+
+
+def test_kernels_that_would_leave_threads_idle_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = pytest.importorskip("hf_paged_kernels.cpu_kernels.threads")
+    monkeypatch.delenv(dispatch.ENVIRONMENT, raising=False)
+    monkeypatch.setattr(threads, "_openmp", lambda: None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    dispatch._cpu_is_faster.cache_clear()
+    try:
+        assert choose(CPU) == "reference"
+        assert choose(CPU, "cpu") == "cpu"
+    finally:
+        dispatch._cpu_is_faster.cache_clear()
+
+
 def test_what_does_not_exist_or_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     with pytest.raises(ValueError, match=r"backend 'cuda' .*expected one of 'cpu', 'reference', 'triton'"):

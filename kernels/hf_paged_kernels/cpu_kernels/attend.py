@@ -13,7 +13,15 @@ from numba import carray, njit
 from hf_paged_kernels.cpu_kernels.call import CALL, PIECE_TYPE
 from hf_paged_kernels.cpu_kernels.compiled import FLAGS, c_function, checksum
 from hf_paged_kernels.cpu_kernels.tiles import TILE, floats, tile_of
-from hf_paged_kernels.cpu_kernels.vectors import LANES, float_of_bits, make_accumulate, make_dots, pointer, take_number
+from hf_paged_kernels.cpu_kernels.vectors import (
+    LANES,
+    float_of_bits,
+    make_accumulate,
+    make_dots,
+    maximum_of,
+    pointer,
+    take_number,
+)
 
 MINUS_INFINITY = np.float32(-np.inf)
 LOG2_E = np.float32(1.4426950408889634)
@@ -21,18 +29,22 @@ LN_2 = np.float32(0.6931471805599453)
 PIECE_BYTES = PIECE_TYPE.itemsize
 NEXT_PIECE, NEXT_SCRATCH = (CALL.fields[name][1] for name in ("next_piece", "next_scratch"))
 
-# Of 64 and 128 channels, and of any other number.
-dots_64, dots_128, dots_any = make_dots(64 // LANES), make_dots(128 // LANES), make_dots(None)
-accumulate_4x4, accumulate_3x4, accumulate_2x4, accumulate_1x4 = (make_accumulate(rows, 4) for rows in (4, 3, 2, 1))
-accumulate_4x1, accumulate_1x1 = make_accumulate(4, 1), make_accumulate(1, 1)
+# As many vectors as there are registers for beside the sums: 32 of 16 lanes, or 16 of 8.
+dots_4, dots_8, dots_any = make_dots(4), make_dots(8), make_dots(None)
+WIDE = 4 if LANES == 16 else 2
+add_4, add_3, add_2, add_1 = (make_accumulate(rows, WIDE) for rows in (4, 3, 2, 1))
+add_4_narrow, add_1_narrow = make_accumulate(4, 1), make_accumulate(1, 1)
 
 
 @njit(**FLAGS)
 def power_of_2(x):
-    """2 ** x for x <= 0, to 1 ulp or two: the fraction by a polynomial, the whole number as exponent."""
-    x = max(x, np.float32(-126))
-    whole = np.floor(x + np.float32(0.5))
-    y = (x - whole) * LN_2
+    """2 ** x for x <= 0, to an ulp or two; 0 below -126, where float32 ends, and NaN for NaN.
+
+    The fraction by a polynomial, the whole number as exponent.
+    """
+    exponent = x if x > np.float32(-126) else np.float32(-126)
+    whole = np.floor(exponent + np.float32(0.5))
+    y = (exponent - whole) * LN_2
     # exp(y) for |y| <= ln(2) / 2, by its Taylor series.
     power = np.float32(1 / 5040)
     power = power * y + np.float32(1 / 720)
@@ -42,7 +54,19 @@ def power_of_2(x):
     power = power * y + np.float32(1 / 2)
     power = power * y + np.float32(1)
     power = power * y + np.float32(1)
-    return power * float_of_bits((np.int32(whole) + np.int32(127)) << np.int32(23))
+    power = power * float_of_bits((np.int32(whole) + np.int32(127)) << np.int32(23))
+    power = np.float32(0) if x <= np.float32(-126) else power
+    return power if x == x else x
+
+
+@njit(**FLAGS)
+def hyperbolic_tangent(x):
+    power = power_of_2(np.float32(-2) * LOG2_E * abs(x))
+    tangent = (np.float32(1) - power) / (np.float32(1) + power)
+    # Where the difference loses digits, the series.
+    square = x * x
+    series = x * (np.float32(1) + square * (np.float32(-1 / 3) + square * np.float32(2 / 15)))
+    return series if abs(x) < np.float32(0.03) else (-tangent if x < 0 else tangent)
 
 
 @njit(**FLAGS)
@@ -56,22 +80,22 @@ def add_weighted(weights, values, value_stride, count, out, width, num_rows):
         column = np.int64(0)
         while column < width:
             o, v = out + (row * width + column) * 4, values + column * 4
-            if column + 4 * LANES <= width:
+            if column + WIDE * LANES <= width:
                 if rows == 4:
-                    accumulate_4x4(w, stride, v, value_stride, count, o, width)
+                    add_4(w, stride, v, value_stride, count, o, width)
                 elif rows == 3:
-                    accumulate_3x4(w, stride, v, value_stride, count, o, width)
+                    add_3(w, stride, v, value_stride, count, o, width)
                 elif rows == 2:
-                    accumulate_2x4(w, stride, v, value_stride, count, o, width)
+                    add_2(w, stride, v, value_stride, count, o, width)
                 else:
-                    accumulate_1x4(w, stride, v, value_stride, count, o, width)
-                column += 4 * LANES
+                    add_1(w, stride, v, value_stride, count, o, width)
+                column += WIDE * LANES
             else:
                 if rows == 4:
-                    accumulate_4x1(w, stride, v, value_stride, count, o, width)
+                    add_4_narrow(w, stride, v, value_stride, count, o, width)
                 else:
                     for r in range(rows):
-                        accumulate_1x1(w + r * TILE * 4, stride, v, value_stride, count, o + r * width * 4, width)
+                        add_1_narrow(w + r * TILE * 4, stride, v, value_stride, count, o + r * width * 4, width)
                 column += LANES
         row += rows
 
@@ -117,7 +141,7 @@ def attend_piece(call, piece, scratch):
     totals[:] = np.float32(0)
     sums[:] = np.float32(0)
     has_cap = call.softcap != 0
-    factor = np.float32(call.scale) if has_cap else np.float32(call.scale * 1.4426950408889634)
+    factor = np.float32(call.scale) if has_cap else np.float32(call.scale) * LOG2_E
     for r in range(num_rows):
         query, head = first_query + r // call.group, kv_head * call.group + r % call.group
         place = row * call.query_batch + head * call.query_head + query * call.query_token
@@ -140,10 +164,10 @@ def attend_piece(call, piece, scratch):
             tile_keys, num_vectors = keys + start * key_stride * 4, key.width // LANES
             for r in range(num_rows):
                 query, products = queries + r * key.width * 4, scores + (r * TILE + start) * 4
-                if key.width == 64:
-                    dots_64(query, tile_keys, key_stride, num_vectors, products)
-                elif key.width == 128:
-                    dots_128(query, tile_keys, key_stride, num_vectors, products)
+                if num_vectors == 4:
+                    dots_4(query, tile_keys, key_stride, num_vectors, products)
+                elif num_vectors == 8:
+                    dots_8(query, tile_keys, key_stride, num_vectors, products)
                 else:
                     dots_any(query, tile_keys, key_stride, num_vectors, products)
         if has_cap:
@@ -151,19 +175,22 @@ def attend_piece(call, piece, scratch):
             for r in range(num_rows):
                 row_scores = floats(scores + r * TILE * 4, count)
                 for i in range(count):
-                    row_scores[i] = cap * LOG2_E * np.tanh(row_scores[i] / cap)
+                    row_scores[i] = cap * LOG2_E * hyperbolic_tangent(row_scores[i] / cap)
         if end - 1 > past + first_query or call.window != 0 or call.key_mask != 0:
             hide(call, scores, num_queries, first_query, first, count, row, past)
         for r in range(num_rows):
-            row_scores = floats(scores + r * TILE * 4, count)
-            maximum = maxima[r]
-            for i in range(count):
-                maximum = max(maximum, row_scores[i])
+            row_scores = floats(scores + r * TILE * 4, TILE)
+            num_vectors = -(-count // LANES)
+            for i in range(count, num_vectors * LANES):
+                row_scores[i] = MINUS_INFINITY
+            maximum = maximum_of(scores + r * TILE * 4, num_vectors)
             if maximum == MINUS_INFINITY:
                 for i in range(count):
                     row_scores[i] = np.float32(0)
                 continue
-            if maximum > maxima[r]:
+            if maximum <= maxima[r]:
+                maximum = maxima[r]
+            else:
                 shrink = power_of_2(maxima[r] - maximum) if maxima[r] != MINUS_INFINITY else np.float32(0)
                 maxima[r] = maximum
                 totals[r] *= shrink
@@ -172,8 +199,7 @@ def attend_piece(call, piece, scratch):
                     row_sums[i] *= shrink
             total = np.float32(0)
             for i in range(count):
-                difference = row_scores[i] - maximum
-                weight = power_of_2(difference) if difference > np.float32(-126) else np.float32(0)
+                weight = power_of_2(row_scores[i] - maximum)
                 row_scores[i] = weight
                 total += weight
             totals[r] += total
@@ -185,7 +211,7 @@ def attend_piece(call, piece, scratch):
 
 @njit(**FLAGS)
 def merge(call, piece, scratch):
-    """Adds up the parts of a unit that other threads have left, into `scratch` as `attend_piece` leaves it."""
+    """Adds up the parts of a unit, whoever did them, into `scratch` as `attend_piece` leaves it."""
     value = call.value
     num_rows = (piece.end_query - piece.first_query) * call.group
     size = num_rows * (2 + value.width)
@@ -223,8 +249,8 @@ def finish(call, piece, scratch):
         sums = floats(scratch + num_rows * 8 + r * value.width * 4, value.width)
         maximum, total = maxima[r], totals[r]
         shrink = np.float32(1)
-        if call.sinks != 0:
-            sink = floats(call.sinks, num_heads)[head] * LOG2_E
+        sink = floats(call.sinks, num_heads)[head] * LOG2_E if call.sinks != 0 else MINUS_INFINITY
+        if sink != MINUS_INFINITY:
             larger = max(maximum, sink)
             shrink = power_of_2(maximum - larger) if maximum != MINUS_INFINITY else np.float32(0)
             total = total * shrink + power_of_2(sink - larger)

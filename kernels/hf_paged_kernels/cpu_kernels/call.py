@@ -8,8 +8,10 @@ from functools import lru_cache
 from struct import pack, unpack
 
 import numpy as np
+import torch
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Of keys and values that are no codes, as kernels are told them."""
 
 # Counters, from which threads take what they do next.
 COUNTERS = ("next_piece", "next_scratch")
@@ -53,7 +55,7 @@ PART = (
     "dim",
     "width",  # `dim` in whole vectors
     "exact",  # in the dtype of the model; 0 if there are none
-    "dtype",  # of those and of fresh ones, a place in `DTYPES`
+    "dtype",  # of those and of fresh ones, see `DTYPES`
     "codes",  # 0 if there are none
     "scale",
     "zero",  # 0: codes have a scale for each token

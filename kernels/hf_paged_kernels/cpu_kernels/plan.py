@@ -8,7 +8,7 @@ from hf_paged_kernels.cpu_kernels.call import PIECE
 from hf_paged_kernels.step import StepMetadata
 
 MAX_ROWS = 64
-"""Queries times heads of a group that share a tile, if one query of a group is no more."""
+"""Queries, times heads of a group, that share a tile of keys. One query at least, however large its group."""
 PIECES_PER_THREAD = 3
 """Of a call that has to be divided. More of them even out what else the machine does; each costs a merge."""
 MIN_PIECE = 128
@@ -24,14 +24,12 @@ class Plan:
         num_units: units that they belong to.
         num_partial_rows: rows of all parts.
         max_rows: rows of the largest piece.
-        has_blind_queries: whether some queries are in no piece, as they see nothing.
     """
 
     pieces: np.ndarray
     num_units: int
     num_partial_rows: int
     max_rows: int
-    has_blind_queries: bool
 
 
 def make_plan(
@@ -42,8 +40,10 @@ def make_plan(
     Args:
         step: the forward pass.
         group: query heads a KV head.
+        num_kv_heads: KV heads, each with work of its own.
         window: tokens that a query sees; `None` for all.
         has_new: whether new tokens are not read from blocks.
+        num_threads: threads that are to share the work.
     """
     tile = max(1, MAX_ROWS // group)
     units = _units(step, tile, window)
@@ -54,7 +54,6 @@ def make_plan(
     for unit, unit_work in zip(units.tolist(), work.tolist(), strict=True):
         row, first_query, end_query, first, last, past = unit
         rows = (end_query - first_query) * group
-        # The work that a unit may differ from others by is what makes threads wait.
         num_parts = 1 if num_threads == 1 else max(1, min(round(unit_work / target), (last - first) // MIN_PIECE))
         bounds = _bounds(first, last, num_parts, step.block_size)
         fresh_from = max(past, 0) if has_new else last
@@ -74,7 +73,6 @@ def make_plan(
         num_units=num_units,
         num_partial_rows=num_partial_rows,
         max_rows=int((units["end_query"] - units["first_query"]).max(initial=0)) * group,
-        has_blind_queries=bool((step.seq_lens < step.query_length).any()),
     )
 
 

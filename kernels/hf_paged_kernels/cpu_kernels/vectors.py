@@ -7,16 +7,16 @@ a block of results in registers: what `make_dots` and `make_accumulate` make.
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 FLOAT, HALF = ir.FloatType(), ir.HalfType()
 I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
-LANES = 16 if llvm.get_host_cpu_features().get("avx512f") else 8
-"""Floats in a vector. Where the machine's registers hold fewer, LLVM takes several for one."""
+LANES = 16 if "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2] else 8
+"""Floats in a vector, by the processor that Numba compiles for. LLVM takes several registers where one holds fewer."""
 VECTOR, INTEGERS, BYTES = (ir.VectorType(kind, LANES) for kind in (FLOAT, I32, ir.IntType(8)))
 
 
@@ -85,8 +85,8 @@ def make_dots(num_vectors: int | None) -> Callable:
     """Makes `dots(query, keys, key_stride, num_vectors, out)`, the products of one query with `LANES` keys.
 
     Each key has a sum of its own, a vector. At the end the sums become one vector of totals, by halves: two vectors of
-    partial sums give one with half as many partial sums of each. With a fixed number of vectors the query stays in
-    registers, and keys are read one after the other, as they lie: that is what a processor fetches ahead.
+    partial sums give one with half as many partial sums of each. With a fixed number of vectors, if it is small, the
+    query stays in registers. Keys are read one after the other then, as they lie: what a processor fetches ahead.
 
     Args of `dots`:
         query: address of float32 `[num_vectors * LANES]`.
@@ -251,10 +251,29 @@ def _splat(builder: Any, number: Any) -> Any:
 
 
 def _fused(builder: Any, first: Any, second: Any, summand: Any) -> Any:
-    """`first * second + summand`, rounded once."""
+    """`first * second + summand`, rounded once if the processor can."""
     kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
-    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
     return builder.call(function, [first, second, summand])
+
+
+@intrinsic
+def maximum_of(typing_context: Any, numbers: Any, num_vectors: Any) -> Any:
+    """The largest of float32 `[num_vectors * LANES]` at an address, at least one vector; NaN if there is one."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        numbers, count = args
+        largest = cgutils.alloca_once_value(builder, _load(builder, numbers, I64(0)))
+        kind = ir.FunctionType(VECTOR, [VECTOR] * 2)
+        larger = cgutils.get_or_insert_function(builder.module, kind, f"llvm.maximum.v{LANES}f32")
+        with cgutils.for_range(builder, count) as loop:
+            vector = _load(builder, numbers, builder.mul(loop.index, I64(LANES)))
+            builder.store(builder.call(larger, [builder.load(largest), vector]), largest)
+        kind = ir.FunctionType(FLOAT, [VECTOR])
+        over_lanes = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fmaximum.v{LANES}f32")
+        return builder.call(over_lanes, [builder.load(largest)])
+
+    return types.float32(types.int64, types.int64), generate
 
 
 def _added_by_halves(builder: Any, first: Any, second: Any) -> Any:

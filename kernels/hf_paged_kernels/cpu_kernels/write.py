@@ -9,6 +9,8 @@ from numba import carray, njit
 
 from hf_paged_kernels import scaled
 from hf_paged_kernels.cpu_kernels import threads
+from hf_paged_kernels.cpu_kernels.call import DTYPES
+from hf_paged_kernels.cpu_kernels.checks import check_new, with_dense_rows
 from hf_paged_kernels.cpu_kernels.compiled import EXACT_FLAGS, c_function, checksum
 from hf_paged_kernels.cpu_kernels.tiles import copy_rows, float_of_e4m3, floats
 from hf_paged_kernels.cpu_kernels.vectors import (
@@ -24,9 +26,14 @@ from hf_paged_kernels.scaled import ScaledBlocks
 from hf_paged_kernels.step import StepMetadata
 from hf_paged_kernels.write import quantize_new_blocks
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-TOKENS = 64  # that a thread takes at a time
-PART = (
+TOKENS = 64
+"""That a thread takes at a time."""
+MAX_DIM = 1024
+"""Channels of what is quantized, at most."""
+# Multiplications and the like below which other threads cost more than they do.
+WORTH_THREADS = 1 << 16
+
+_PART = (
     "source",  # [batch, num_kv_heads, query_length, dim] in a dtype of `DTYPES`
     "batch_stride",
     "head_stride",
@@ -36,9 +43,11 @@ PART = (
     "target",  # numbers in that dtype, or 8-bit codes [num_kv_heads, num_slots, dim]
     "scale",  # float16 [num_kv_heads, num_slots] of codes; 0 for none
 )
-_PART_TYPE = np.dtype([(name, np.int64) for name in PART])
-HEADER = (
+_PART_TYPE = np.dtype([(name, np.int64) for name in _PART])
+_HEADER = (
     "next_item",
+    "next_scratch",
+    "scratch",  # SCRATCH_BYTES for each thread
     "slots",  # int32 [batch, query_length], -1 for tokens that are not stored
     "batch",
     "query_length",
@@ -48,15 +57,16 @@ HEADER = (
     "factors",  # float32 [num_factors]: what e4m3 tries the smallest scale times of
     "num_factors",
 )
-CALL = np.dtype([(name, np.int64) for name in HEADER] + [("key", _PART_TYPE), ("value", _PART_TYPE)], align=True)
-_FACTORS = 2 ** (torch.arange(scaled.FP8_SCALES) / scaled.FP8_SCALES)
+WRITE_CALL = np.dtype([(name, np.int64) for name in _HEADER] + [("key", _PART_TYPE), ("value", _PART_TYPE)], align=True)
+NEXT_ITEM, NEXT_SCRATCH = (WRITE_CALL.fields[name][1] for name in ("next_item", "next_scratch"))
+SCRATCH_BYTES = 5 * MAX_DIM  # a token as float32, and codes
 LARGEST_SCALE = np.float32(scaled.LARGEST_SCALE)
-MAX_DIM = 1024  # of what is quantized
+_FACTORS = scaled.scale_factors(torch.device("cpu"))
 
 
 @njit(**EXACT_FLAGS)
 def store_tokens(call, part, row, kv_head, first, last, numbers, best):
-    """Stores the new tokens `first .. last - 1` of a row. `numbers`, `best`: memory for a token."""
+    """Stores the new tokens `first .. last - 1` of a row. `numbers`, `best`: memory for a token and for its codes."""
     slots = carray(pointer(call.slots), (call.batch * call.query_length,), np.int32)
     for token in range(first, last):
         slot = np.int64(slots[row * call.query_length + token])
@@ -90,7 +100,11 @@ def copy_bits(source, source_offset, target, target_offset, dim, dtype):
 
 @njit(**EXACT_FLAGS)
 def quantize(numbers, codes, best, dim, bits, factors, num_factors):
-    """Writes the codes of a token and returns the bits of its scale, as `hf_paged_kernels.scaled.quantized`."""
+    """Writes the codes of a token and returns the bits of its scale.
+
+    As `hf_paged_kernels.scaled.quantized`, bit for bit, save that of two scales of fp8 whose errors differ by rounding
+    only another may win.
+    """
     states = floats(numbers, dim)
     largest = np.float32(0)
     has_nan = False
@@ -163,18 +177,19 @@ def squared_error(states, codes, scale, dim):
 @njit(**EXACT_FLAGS)
 def take_tokens(address):
     """Stores tokens of a call, given by the address of its record, until there are none left."""
-    call = carray(pointer(address), (1,), CALL)[0]
-    numbers, best = np.empty(MAX_DIM, dtype=np.float32), np.empty(MAX_DIM, dtype=np.uint8)
+    call = carray(pointer(address), (1,), WRITE_CALL)[0]
+    numbers = call.scratch + take_number(address + NEXT_SCRATCH) * SCRATCH_BYTES
+    best = numbers + 4 * MAX_DIM
     chunks = -(-call.query_length // TOKENS)
     while True:
-        item = take_number(address)
+        item = take_number(address + NEXT_ITEM)
         if item >= call.batch * call.num_kv_heads * chunks:
             return
         chunk, head = item % chunks, item // chunks
         row, kv_head = head // call.num_kv_heads, head % call.num_kv_heads
         first, last = chunk * TOKENS, min((chunk + 1) * TOKENS, call.query_length)
-        store_tokens(call, call.key, row, kv_head, first, last, numbers.ctypes.data, best.ctypes.data)
-        store_tokens(call, call.value, row, kv_head, first, last, numbers.ctypes.data, best.ctypes.data)
+        store_tokens(call, call.key, row, kv_head, first, last, numbers, best)
+        store_tokens(call, call.value, row, kv_head, first, last, numbers, best)
 
 
 def _compiled(version: int) -> Any:
@@ -194,7 +209,9 @@ def can_write(blocks: Blocks, key: torch.Tensor, value: torch.Tensor) -> bool:
     exact = blocks.hot if isinstance(blocks, HotColdBlocks) else blocks
     if key.dtype not in DTYPES or value.dtype not in DTYPES:
         return False
-    return isinstance(exact, KVBlocks) or (isinstance(exact, ScaledBlocks) and max(exact.dims) <= MAX_DIM)
+    if isinstance(exact, KVBlocks):
+        return (key.dtype, value.dtype) == (exact.key.dtype, exact.value.dtype)
+    return isinstance(exact, ScaledBlocks) and max(exact.dims) <= MAX_DIM
 
 
 def write_kv(blocks: Blocks, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:
@@ -204,20 +221,24 @@ def write_kv(blocks: Blocks, key: torch.Tensor, value: torch.Tensor, step: StepM
         # Once in the life of a block, so that plain PyTorch does.
         quantize_new_blocks(blocks, key, value, step)
         return
-    batch, num_kv_heads, query_length, _ = key.shape
-    slots, bits, scales = step.memo(("cpu slots",), lambda: np.ascontiguousarray(step.slots)), 8, (0, 0)
+    shape = (step.batch, blocks.num_kv_heads, step.query_length)
+    check_new((key, value), shape, blocks.dims)
+    batch, num_kv_heads, query_length = shape
+    num_threads = torch.get_num_threads()
+    slots = step.memo(("cpu slots",), lambda: np.ascontiguousarray(step.slots, dtype=np.int32))
+    scratch, bits, scales = None, 8, (0, 0)
     if isinstance(blocks, ScaledBlocks):
+        scratch = torch.empty(num_threads * SCRATCH_BYTES, dtype=torch.uint8, device="cpu")
         bits = 8 if blocks.code_dtype == torch.int8 else 0
         scales = blocks.key_scale.data_ptr(), blocks.value_scale.data_ptr()
     num_slots = blocks.num_blocks * blocks.block_size
-    record = array("q", [0, slots.ctypes.data, batch, query_length, num_kv_heads, num_slots, bits])
-    record.extend((_FACTORS.data_ptr(), len(_FACTORS)))
-    sources = [states if states.stride(-1) == 1 else states.contiguous() for states in (key, value)]
+    record = array("q", [0, 0, 0 if scratch is None else scratch.data_ptr(), slots.ctypes.data])
+    record.extend((batch, query_length, num_kv_heads, num_slots, bits, _FACTORS.data_ptr(), len(_FACTORS)))
+    sources = [with_dense_rows(states) for states in (key, value)]
     for states, target, scale in zip(sources, (blocks.key, blocks.value), scales, strict=True):
-        strides = states.stride()
-        record.extend((states.data_ptr(), strides[0], strides[1], strides[2]))
+        record.extend((states.data_ptr(), *states.stride()[:3]))
         record.extend((DTYPES[states.dtype], states.shape[3], target.data_ptr(), scale))
-    num_items = batch * num_kv_heads * -(-query_length // TOKENS)
-    # One token a row is stored before other threads have woken up.
-    num_threads = 1 if query_length * batch < TOKENS else min(torch.get_num_threads(), num_items)
-    threads.run(work.address, record.buffer_info()[0], num_threads)
+    work_size = key.numel() + value.numel()
+    if bits == 0:
+        work_size *= 2 * scaled.FP8_SCALES
+    threads.run(work.address, record.buffer_info()[0], in_parallel=num_threads > 1 and work_size > WORTH_THREADS)
