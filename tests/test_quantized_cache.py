@@ -25,6 +25,8 @@ BLOCK = 16
 INT4 = KVQuant("int4", hot_window=16, sink=16)
 KINDS = {"int8": "int8", "fp8": "fp8", "int4": INT4, "kivi2": KVQuant("kivi2", hot_window=16, sink=16)}
 kinds = pytest.mark.parametrize("kv", KINDS.values(), ids=KINDS)
+# Layers with hot blocks and layers without, which share a block table.
+MIXED = KVQuant("int4", hot_window=16, sink=16, layers={0: "raw", 1: "int8"})
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -98,7 +100,7 @@ def test_codes_do_not_depend_on_the_pieces_of_the_prompt(llama: Models, prompts:
         assert_same_bits(list(codes_of(cache)), list(codes_of(whole)))
 
 
-@kinds
+@pytest.mark.parametrize("kv", [*KINDS.values(), MIXED], ids=[*KINDS, "a codec a layer"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_attention_that_does_not_know_blocks_reads_the_same(
     llama: Models, prompts: Prompts, kv: Any, attention: str

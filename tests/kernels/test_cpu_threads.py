@@ -81,11 +81,17 @@ def test_machine_code_is_kept_for_the_source_it_came_from(tmp_path: Path) -> Non
     assert [run.stdout.strip() for run in hits] == ["0", "1", "0"], hits[0].stderr
 
 
-@pytest.mark.slow
-def test_narrower_vectors_and_processors_without_fused_products(tmp_path: Path) -> None:
-    """The same kernels for 8 floats a vector, as they are made for AVX2, and for the oldest x86-64."""
+def on_processor(name: str, cache: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """A script for whose kernels Numba takes the machine for another one."""
     if platform.machine() not in ("x86_64", "AMD64"):
-        pytest.skip("another processor")
+        pytest.skip("these are names of x86 processors")
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(cache), "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": ""}
+    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_vectors_of_8_floats(tmp_path: Path) -> None:
+    """As on processors with AVX2 only."""
     script = (
         "import pytest, sys\n"
         "from hf_paged_kernels.cpu_kernels.vectors import LANES\n"
@@ -93,9 +99,16 @@ def test_narrower_vectors_and_processors_without_fused_products(tmp_path: Path) 
         "names = 'head_ratios or widths or every_width or any_number_of_channels or 16_bit or softcap'\n"
         "sys.exit(pytest.main(['-q', '-x', '-p', 'no:xdist', 'tests/kernels/test_cpu_attention.py', '-k', names]))\n"
     )
-    for name, features in (("haswell", ""), ("x86-64", "")):
-        environment = os.environ | {
-            "NUMBA_CACHE_DIR": str(tmp_path / name), "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features
-        }  # fmt: skip
-        run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-        assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    run = on_processor("haswell", tmp_path, script)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+
+
+def test_processors_that_cannot_convert_float16_have_plain_pytorch(tmp_path: Path) -> None:
+    script = (
+        "import torch\n"
+        "from hf_paged_kernels import dispatch\n"
+        "print(dispatch.choose(torch.device('cpu')))\n"
+    )  # fmt: skip
+    run = on_processor("x86-64", tmp_path, script)
+    assert run.stdout.strip() == "reference", run.stderr
+    assert "F16C" in run.stderr

@@ -15,7 +15,11 @@ from numba.extending import intrinsic
 
 FLOAT, HALF = ir.FloatType(), ir.HalfType()
 I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
-LANES = 16 if "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2] else 8
+_TRIPLE, _, _FEATURES = cpu_target.target_context.codegen().magic_tuple()
+if _TRIPLE.startswith(("x86_64", "i686")) and "+f16c" not in _FEATURES:
+    # LLVM would call a function that nothing provides, and end the process.
+    raise ImportError("the kernels for CPUs need a processor that converts float16 (F16C, since 2012)")
+LANES = 16 if "+avx512f" in _FEATURES else 8
 """Floats in a vector, by the processor that Numba compiles for. LLVM takes several registers where one holds fewer."""
 VECTOR, INTEGERS, BYTES = (ir.VectorType(kind, LANES) for kind in (FLOAT, I32, ir.IntType(8)))
 
