@@ -50,6 +50,7 @@ def num_threads(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "MIN_PIECE", 8)
+    monkeypatch.setattr(plan, "WORTH_THREADS", 0)
 
 
 @pytest.mark.parametrize("heads", [*HEADS, (71, 1)], ids=str)

@@ -26,6 +26,7 @@ from hf_paged_kernels.cpu_kernels.vectors import (
 MINUS_INFINITY = np.float32(-np.inf)
 LOG2_E = np.float32(1.4426950408889634)
 LN_2 = np.float32(0.6931471805599453)
+LINE = 16  # floats of a cache line
 PIECE_BYTES = PIECE_TYPE.itemsize
 NEXT_PIECE, NEXT_SCRATCH = (CALL.fields[name][1] for name in ("next_piece", "next_scratch"))
 
@@ -101,6 +102,13 @@ def add_weighted(weights, values, value_stride, count, out, width, num_rows):
 
 
 @njit(**FLAGS)
+def state_of(address, num_rows, width):
+    """The softmax so far: sums of weighted values `[num_rows * width]`, maxima and totals `[num_rows]`."""
+    behind = address + num_rows * width * 4
+    return floats(address, num_rows * width), floats(behind, num_rows), floats(behind + num_rows * 4, num_rows)
+
+
+@njit(**FLAGS)
 def hide(call, scores, num_queries, first_query, first, count, row, past):
     """Sets to -inf what a query does not see of a tile. `past`: tokens of the row before the first query."""
     num_rows = call.group * num_queries
@@ -129,14 +137,12 @@ def attend_piece(call, piece, scratch):
     last, fresh_from = piece.last, piece.fresh_from
     num_queries = piece.end_query - first_query
     num_rows = num_queries * call.group
-    states = scratch
-    out = states + num_rows * 8
-    queries = out + num_rows * value.width * 4
+    sums, maxima, totals = state_of(scratch, num_rows, value.width)
+    # Vectors that do not cross cache lines.
+    queries = scratch + -(-num_rows * (value.width + 2) // LINE) * LINE * 4
     scores = queries + num_rows * key.width * 4
     room = scores + num_rows * TILE * 4
 
-    maxima, totals = floats(states, num_rows), floats(states + num_rows * 4, num_rows)
-    sums = floats(out, num_rows * value.width)
     maxima[:] = MINUS_INFINITY
     totals[:] = np.float32(0)
     sums[:] = np.float32(0)
@@ -194,7 +200,7 @@ def attend_piece(call, piece, scratch):
                 shrink = power_of_2(maxima[r] - maximum) if maxima[r] != MINUS_INFINITY else np.float32(0)
                 maxima[r] = maximum
                 totals[r] *= shrink
-                row_sums = floats(out + r * value.width * 4, value.width)
+                row_sums = floats(scratch + r * value.width * 4, value.width)
                 for i in range(value.width):
                     row_sums[i] *= shrink
             total = np.float32(0)
@@ -204,7 +210,7 @@ def attend_piece(call, piece, scratch):
                 total += weight
             totals[r] += total
         values, value_stride = tile_of(call, value, False, row, kv_head, first, count, first >= fresh_from, past, room)
-        add_weighted(scores, values, value_stride, count, out, value.width, num_rows)
+        add_weighted(scores, values, value_stride, count, scratch, value.width, num_rows)
         first = end
     return num_rows
 
@@ -215,15 +221,13 @@ def merge(call, piece, scratch):
     value = call.value
     num_rows = (piece.end_query - piece.first_query) * call.group
     size = num_rows * (2 + value.width)
-    maxima, totals = floats(scratch, num_rows), floats(scratch + num_rows * 4, num_rows)
-    sums = floats(scratch + num_rows * 8, num_rows * value.width)
+    sums, maxima, totals = state_of(scratch, num_rows, value.width)
     maxima[:] = MINUS_INFINITY
     totals[:] = np.float32(0)
     sums[:] = np.float32(0)
     for part in range(piece.num_parts):
         address = call.partials + (piece.partial * (2 + value.width) + part * size) * 4
-        part_maxima, part_totals = floats(address, num_rows), floats(address + num_rows * 4, num_rows)
-        part_sums = floats(address + num_rows * 8, num_rows * value.width)
+        part_sums, part_maxima, part_totals = state_of(address, num_rows, value.width)
         for r in range(num_rows):
             if part_maxima[r] == MINUS_INFINITY:
                 continue
@@ -243,10 +247,10 @@ def finish(call, piece, scratch):
     row, kv_head, first_query = piece.row, piece.kv_head, piece.first_query
     num_rows = (piece.end_query - first_query) * call.group
     num_heads = call.num_kv_heads * call.group
-    maxima, totals = floats(scratch, num_rows), floats(scratch + num_rows * 4, num_rows)
+    _, maxima, totals = state_of(scratch, num_rows, value.width)
     for r in range(num_rows):
         query, head = first_query + r // call.group, kv_head * call.group + r % call.group
-        sums = floats(scratch + num_rows * 8 + r * value.width * 4, value.width)
+        row_sums = floats(scratch + r * value.width * 4, value.width)
         maximum, total = maxima[r], totals[r]
         shrink = np.float32(1)
         sink = floats(call.sinks, num_heads)[head] * LOG2_E if call.sinks != 0 else MINUS_INFINITY
@@ -258,7 +262,7 @@ def finish(call, piece, scratch):
         factor = shrink / total if total != 0 else np.float32(0)
         out = floats(call.out + ((row * call.query_length + query) * num_heads + head) * value.dim * 4, value.dim)
         for i in range(value.dim):
-            out[i] = sums[i] * factor
+            out[i] = row_sums[i] * factor
         if call.lse != 0:
             lse = floats(call.lse + ((row * num_heads + head) * call.query_length + query) * 4, 1)
             lse[0] = maximum * LN_2 + np.log(total) if total != 0 else MINUS_INFINITY

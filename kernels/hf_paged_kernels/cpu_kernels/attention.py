@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from hf_paged_kernels.cpu_kernels import threads
-from hf_paged_kernels.cpu_kernels.attend import work
+from hf_paged_kernels.cpu_kernels.attend import LINE, work
 from hf_paged_kernels.cpu_kernels.call import DTYPES, bits_of
 from hf_paged_kernels.cpu_kernels.checks import check_attention, with_dense_rows
 from hf_paged_kernels.cpu_kernels.plan import Plan, make_plan
@@ -66,7 +66,7 @@ def paged_attention(
     key_width, value_width = -(-key_dim // LANES) * LANES, -(-value_dim // LANES) * LANES
     stored = _stored(blocks, False, key_dim, key_width), _stored(blocks, True, value_dim, value_width)
     tile_floats = TILE * max(key_width, value_width) + max(stored[0][-1], stored[1][-1])
-    scratch_floats = plan.max_rows * (2 + value_width + key_width + TILE) + tile_floats
+    scratch_floats = plan.max_rows * (2 + value_width + key_width + TILE) + LINE + tile_floats
     scratch_bytes = -(-scratch_floats * 4 // _ALIGNMENT) * _ALIGNMENT
     on_cpu = {"dtype": torch.float32, "device": "cpu"}
     scratch = torch.empty(num_threads * scratch_bytes + _ALIGNMENT, dtype=torch.uint8, device="cpu")
@@ -101,7 +101,7 @@ def paged_attention(
     for fields, new in zip(stored, (new_key, new_value), strict=True):
         record.extend(fields)
         record.extend(_NOTHING_NEW if new is None else [new.data_ptr(), *new.stride()[:3]])
-    threads.run(work.address, record.buffer_info()[0], in_parallel=len(plan.pieces) > 1)
+    threads.run(work.address, record.buffer_info()[0], in_parallel=plan.is_worth_threads)
     out = in_model_dtype(out, query.dtype) if not isinstance(blocks, KVBlocks) else out.to(query.dtype)
     out = out.transpose(1, 2)
     return (out, lse) if return_lse else out

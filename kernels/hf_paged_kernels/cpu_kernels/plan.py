@@ -13,6 +13,8 @@ PIECES_PER_THREAD = 3
 """Of a call that has to be divided. More of them even out what else the machine does; each costs a merge."""
 MIN_PIECE = 128
 """Tokens of a piece, at least."""
+WORTH_THREADS = 2048
+"""Products of a query with a key, or what reading it takes, below which waking threads costs more than they do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,12 +26,14 @@ class Plan:
         num_units: units that they belong to.
         num_partial_rows: rows of all parts.
         max_rows: rows of the largest piece.
+        is_worth_threads: whether several threads are faster than one.
     """
 
     pieces: np.ndarray
     num_units: int
     num_partial_rows: int
     max_rows: int
+    is_worth_threads: bool
 
 
 def make_plan(
@@ -49,7 +53,8 @@ def make_plan(
     units = _units(step, tile, window)
     # A tile of keys costs about as much as the products of two queries with it.
     work = (units["last"] - units["first"]) * ((units["end_query"] - units["first_query"]) * group + 2)
-    target = max(int(work.sum()) * num_kv_heads / (num_threads * PIECES_PER_THREAD), 1)
+    total = int(work.sum()) * num_kv_heads
+    target = max(total / (num_threads * PIECES_PER_THREAD), 1)
     pieces, num_partial_rows, num_units = [], 0, 0
     for unit, unit_work in zip(units.tolist(), work.tolist(), strict=True):
         row, first_query, end_query, first, last, past = unit
@@ -72,6 +77,7 @@ def make_plan(
         pieces=np.array([pieces[i] for i in order], dtype=np.int64).reshape(-1, len(PIECE)),
         num_units=num_units,
         num_partial_rows=num_partial_rows,
+        is_worth_threads=len(pieces) > 1 and total > WORTH_THREADS,
         max_rows=int((units["end_query"] - units["first_query"]).max(initial=0)) * group,
     )
 
