@@ -38,7 +38,11 @@ attention = partial(paged_attention, backend="cpu")
 codecs = pytest.mark.parametrize("kv", CODECS.values(), ids=CODECS)
 
 
-@pytest.fixture(params=[1, 2, 3], ids="{} threads".format, autouse=True)
+@pytest.fixture(
+    params=[2, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 3))],
+    ids="{} threads".format,
+    autouse=True,
+)
 def num_threads(request: pytest.FixtureRequest) -> Any:
     """Alone, and with others, among which even short contexts are divided."""
     before = torch.get_num_threads()
