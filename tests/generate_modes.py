@@ -54,11 +54,21 @@ class Mode:
     eager_only: bool = False
 
 
-def assert_same(result: Result, reference: Result) -> None:
-    """Fails unless both hold the same tensors: the same integers, and floating-point numbers within 1e-4."""
+def assert_same(result: Result, reference: Result, *, codes_may_flip: bool = False) -> None:
+    """Fails unless both hold the same tensors: the same integers, and floating-point numbers within 1e-4.
+
+    Args:
+        codes_may_flip: let 2 % of the floating-point numbers be off by up to 0.01: where a key lies between two
+            codes, the last bits decide, and kernels round otherwise than the reference does.
+    """
     assert result.keys() == reference.keys()
     for name, tensor in result.items():
         tolerance = 1e-4 if tensor.is_floating_point() else 0
+        if codes_may_flip and tolerance:
+            difference = (tensor - reference[name]).abs()
+            is_off = difference > tolerance * (1 + reference[name].abs())
+            if float(is_off.float().mean()) <= 0.02 and float(difference.nan_to_num(0.0).max()) <= 0.01:
+                continue
         torch.testing.assert_close(
             tensor, reference[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )

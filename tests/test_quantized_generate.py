@@ -126,7 +126,7 @@ def cases() -> list[object]:
 @pytest.mark.parametrize(("family", "mode", "name", "lengths"), cases())
 def test_same_as_with_the_oracle(family: str, mode: Mode, name: str, lengths: tuple[int, ...]) -> None:
     actual = run_paged(family, mode, lengths, "hf_paged", small(name))
-    assert_same(actual, expected(family, mode, lengths, name))
+    assert_same(actual, expected(family, mode, lengths, name), codes_may_flip=True)
 
 
 @pytest.mark.parametrize("sliding", [KVQuant("int8"), small("int4")], ids=["int8", "int4"])
