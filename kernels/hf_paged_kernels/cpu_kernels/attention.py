@@ -18,7 +18,7 @@ from hf_paged_kernels.scaled import ScaledBlocks
 from hf_paged_kernels.step import StepMetadata
 
 _NOTHING_NEW = [0, 0, 0, 0]
-_ALIGNMENT = 64  # bytes of a cache line, and of the widest vector
+_ALIGNMENT = 4 * LINE  # bytes of a cache line, and of the widest vector
 
 
 def unsupported_reason(query: torch.Tensor, blocks: Blocks) -> str | None:

@@ -24,54 +24,35 @@ LANES = 16 if "+avx512f" in _FEATURES else 8
 VECTOR, INTEGERS, BYTES = (ir.VectorType(kind, LANES) for kind in (FLOAT, I32, ir.IntType(8)))
 
 
-@intrinsic
-def float_of_bits(typing_context: Any, bits: Any) -> Any:
-    """The float32 whose bits are those of an int32."""
+def _make_conversion(source: Any, target: Any, convert: Callable[[Any, Any], Any]) -> Callable:
+    """Makes a function of one number that is one or two instructions."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], FLOAT)
+    @intrinsic
+    def conversion(typing_context: Any, number: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return convert(builder, args[0])
 
-    return types.float32(types.int32), generate
+        return target(source), generate
 
-
-@intrinsic
-def float_of_half(typing_context: Any, bits: Any) -> Any:
-    """The float32 that a float16, given by its bits as uint16, stands for."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(builder.bitcast(args[0], HALF), FLOAT)
-
-    return types.float32(types.uint16), generate
+    return conversion
 
 
-@intrinsic
-def bits_of_float(typing_context: Any, number: Any) -> Any:
-    """The bits of a float32 as int32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], I32)
-
-    return types.int32(types.float32), generate
-
-
-@intrinsic
-def half_of_float(typing_context: Any, number: Any) -> Any:
-    """The bits of the float16 nearest to a float32, as uint16."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(args[0], HALF), I16)
-
-    return types.uint16(types.float32), generate
-
-
-@intrinsic
-def pointer(typing_context: Any, address: Any) -> Any:
-    """An address as what `numba.carray` takes."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), generate
+float_of_bits = _make_conversion(types.int32, types.float32, lambda builder, bits: builder.bitcast(bits, FLOAT))
+"""The float32 whose bits are those of an int32."""
+bits_of_float = _make_conversion(types.float32, types.int32, lambda builder, number: builder.bitcast(number, I32))
+"""The bits of a float32 as int32."""
+float_of_half = _make_conversion(
+    types.uint16, types.float32, lambda builder, bits: builder.fpext(builder.bitcast(bits, HALF), FLOAT)
+)
+"""The float32 that a float16, given by its bits as uint16, stands for."""
+half_of_float = _make_conversion(
+    types.float32, types.uint16, lambda builder, number: builder.bitcast(builder.fptrunc(number, HALF), I16)
+)
+"""The bits of the float16 nearest to a float32, as uint16."""
+pointer = _make_conversion(
+    types.int64, types.voidptr, lambda builder, address: builder.inttoptr(address, cgutils.voidptr_t)
+)
+"""An address as what `numba.carray` takes."""
 
 
 @intrinsic

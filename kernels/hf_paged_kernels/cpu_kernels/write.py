@@ -241,4 +241,4 @@ def write_kv(blocks: Blocks, key: torch.Tensor, value: torch.Tensor, step: StepM
     work_size = key.numel() + value.numel()
     if bits == 0:
         work_size *= 2 * scaled.FP8_SCALES
-    threads.run(work.address, record.buffer_info()[0], in_parallel=num_threads > 1 and work_size > WORTH_THREADS)
+    threads.run(work.address, record.buffer_info()[0], in_parallel=work_size > WORTH_THREADS)
