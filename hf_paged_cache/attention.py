@@ -210,14 +210,15 @@ def _reads_blocks(
     if not (isinstance(key, LazyKV) and isinstance(value, LazyKV) and isinstance(attention_mask, LazyMask)):
         return False
     source = key.source
-    needs_graph = torch.is_grad_enabled() and query.requires_grad  # which would keep blocks that later steps write to
+    step = source.step
+    needs_graph = query.requires_grad and torch.is_grad_enabled()  # which would keep blocks that later steps write to
     return (
         not needs_graph
         and value.source is source
         and source.is_current
         and not source.is_chunked
-        and source.step.query_length == query.shape[2]
-        and source.step.first_column == attention_mask.first_query
+        and step.query_length == query.shape[2]
+        and step.first_column == attention_mask.first_query
         and source.first_column == attention_mask.first_key
         and key.shape[2] == attention_mask.shape[3]
     )

@@ -78,19 +78,20 @@ class PagedLayer(CacheLayerMixin):
             OutOfBlocks: there is no room for them.
         """
         self._check(key_states, value_states)
+        group = self.group
         batch, _, num_new, _ = key_states.shape
         if num_new == 0:
             stored = (self.keys, self.values)
             return (key_states, value_states) if None in stored else stored
         first_column = self.get_mask_sizes(num_new)[1]
-        with self.group.pool.lock:
-            pool = self.group.pool.layer(self.layer_idx, key_states, value_states)
-            step = self.group.begin(
+        with group.pool.lock:
+            pool = group.pool.layer(self.layer_idx, key_states, value_states)
+            step = group.begin(
                 self.layer_idx, batch, num_new, attended, keep_past=self.record_past, pass_number=pass_number
             )
             pool.write(key_states, value_states, step)
-        self.group.finish(self.layer_idx)
-        source = KVSource(pool, step, self.group.table, self.group.table.generation, first_column, self.is_chunked)
+        group.finish(self.layer_idx)
+        source = KVSource(pool, step, group.table, group.table.generation, first_column, self.is_chunked)
         keys = LazyKV.of(source, "key", key_states)
         values = LazyKV.of(source, "value", value_states)
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):

@@ -2,8 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from hf_paged_kernels import StepMetadata
@@ -119,8 +118,7 @@ def _no_edit(tensor: LazyTensor) -> UnsupportedError:
     return UnsupportedError(f"a {type(tensor).__name__} cannot be changed in place: change a `.clone()` of it")
 
 
-@dataclass(frozen=True, eq=False)
-class KVSource:
+class KVSource(NamedTuple):
     """Where the keys and values of one layer in one forward pass are.
 
     Attributes:
@@ -166,7 +164,9 @@ class LazyKV(LazyTensor):
     def of(cls, source: KVSource, part: Literal["key", "value"], new: torch.Tensor | None) -> "LazyKV":
         """The keys or the values of `source`."""
         geometry, step = source.pool.geometry, source.step
-        dim, dtype = getattr(geometry, f"{part}_dim"), getattr(geometry, f"{part}_dtype")
+        is_key = part == "key"
+        dim = geometry.key_dim if is_key else geometry.value_dim
+        dtype = geometry.key_dtype if is_key else geometry.value_dtype
         shape = (step.batch, geometry.num_kv_heads, step.num_columns - source.first_column, dim)
         lazy = cls.make(shape, dtype, geometry.device)
         lazy.source = source

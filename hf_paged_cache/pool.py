@@ -47,14 +47,19 @@ class LayerPool:
         self.hot = hot
         self._budget = budget
         self._own = codec.allocate(geometry, block_size, num_blocks)
+        self._with_codes: HotColdBlocks | None = None  # of a pool of hot blocks: those, and the codes beside them
         budget.add(self.num_bytes)
 
     @property
     def blocks(self) -> Blocks:
-        """All that a reader needs. It stays readable when the pool has grown since."""
+        """All that a reader needs: the same object until the pool grows, and readable from then on too."""
         # Not between two planes that another thread is moving.
         with self._budget.lock:
-            return self._own if self.hot is None else HotColdBlocks(self._own, self.hot._own)
+            if self.hot is None:
+                return self._own
+            if self.hot._with_codes is None:
+                self.hot._with_codes = HotColdBlocks(self._own, self.hot._own)
+            return self.hot._with_codes
 
     @property
     def planes(self) -> tuple[torch.Tensor, ...]:
@@ -97,6 +102,7 @@ class LayerPool:
             kept = min(present, num_blocks)
             new[:, :kept] = old[:, :kept]
             self._own = self._own.with_plane(index, new)
+            (self.hot or self)._with_codes = None
             self._budget.remove(old.nbytes)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:

@@ -1,6 +1,7 @@
 """`GroupPool`: memory of the layers of a group, how it grows, and limits that are exact to the block and the byte."""
 
 import threading
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -140,6 +141,20 @@ class TestGrowth:
         for reader in readers:
             reader.join()
         assert seen == [{26}, {26}]
+
+    @pytest.mark.parametrize("grows_hot", [False, True])
+    def test_readers_get_the_same_blocks_until_codes_or_hot_blocks_grow(self, grows_hot):
+        """And then no plane stays in memory that has been replaced."""
+        geometry, budget = Geometry(2, 8, 8, torch.float32, torch.float32, torch.device("cpu")), MemoryBudget()
+        hot = LayerPool(RawCodec(), geometry, 16, 2, budget)
+        layer = LayerPool(make_codec("int4"), geometry, 16, 3, budget, hot)
+        growing = hot if grows_hot else layer
+        assert layer.blocks is layer.blocks
+        replaced = [weakref.ref(plane) for plane in growing.planes]
+        growing.grow(9)
+        assert [plane() for plane in replaced] == [None] * len(replaced)
+        assert layer.blocks.cold.planes == layer.planes
+        assert layer.blocks.hot.planes == hot.planes
 
     def test_all_layers_have_the_same_blocks(self):
         pool = make_pool(num_layers=3)

@@ -32,9 +32,10 @@ class Geometry:
 
     def fits(self, key: torch.Tensor, value: torch.Tensor) -> bool:
         """Whether keys and values have this geometry."""
+        _, num_kv_heads, _, key_dim = key.shape
         return (
-            key.shape[1] == self.num_kv_heads
-            and key.shape[3] == self.key_dim
+            num_kv_heads == self.num_kv_heads
+            and key_dim == self.key_dim
             and value.shape[3] == self.value_dim
             and key.dtype == self.key_dtype
             and value.dtype == self.value_dtype

@@ -186,11 +186,12 @@ def choose(device: torch.device, backend: Backend | None = None) -> Backend:
         if device.type != "cpu":
             raise ValueError(f"the kernels for CPUs need tensors on a CPU, not on {device}: use another backend")
         return "cpu"
-    if wanted is None and device.type == "cuda" and _has_triton():
-        return "triton"
-    if wanted is None and device.type == "cpu" and _has_numba() and _cpu_is_faster():
+    if wanted == "reference":
+        return "reference"
+    kind = _type_of(device)
+    if kind == "cpu" and _has_numba() and _cpu_is_faster():
         return "cpu"
-    return "reference"
+    return "triton" if kind == "cuda" and _has_triton() else "reference"
 
 
 def _check_options(window: int | None, softcap: float | None) -> None:
@@ -206,9 +207,10 @@ def _implementation(
     """The kernels that do a call, unless the function of theirs of that name objects; `None` for plain PyTorch."""
     chosen = choose(query.device, backend)
     kernels = _KERNELS[chosen]()
-    if kernels is None or not hasattr(kernels, unsupported_reason):
+    find_reason = getattr(kernels, unsupported_reason, None)
+    if find_reason is None:
         return None
-    reason = getattr(kernels, unsupported_reason)(query, blocks)
+    reason = find_reason(query, blocks)
     if reason is not None:
         _warn_once(f"The {chosen} kernels do not take {reason}: plain PyTorch attends instead, which is slower.")
         return None
@@ -218,6 +220,11 @@ def _implementation(
 @cache
 def _named_by_environment() -> str | None:
     return os.environ.get(ENVIRONMENT) or None
+
+
+@cache
+def _type_of(device: torch.device) -> str:
+    return device.type  # a string that PyTorch puts together for each question
 
 
 @cache

@@ -12,6 +12,7 @@ Codes are packed along the channels: a byte of 4-bit codes holds the channels `d
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -50,7 +51,7 @@ class GroupedBlocks(Blocks):
     def planes(self) -> tuple[torch.Tensor, ...]:
         return (self.key, self.value, self.key_scale, self.key_zero, self.value_scale, self.value_zero)
 
-    @property
+    @cached_property
     def dims(self) -> tuple[int, int]:
         return self.key.shape[-1] * 8 // self.key_bits, self.value.shape[-1] * 8 // self.value_bits
 
@@ -104,7 +105,7 @@ class HotColdBlocks(Blocks):
     def planes(self) -> tuple[torch.Tensor, ...]:
         return self.cold.planes
 
-    @property
+    @cached_property
     def dims(self) -> tuple[int, int]:
         return self.hot.dims
 

@@ -1,22 +1,29 @@
 """How keys and values lie in the blocks of one layer."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 import torch
 
 Part = Literal["key", "value"]
+T = TypeVar("T")
 
 
 class Blocks(ABC):
     """All blocks of one layer, in some format.
 
     Each plane is `[num_kv_heads, num_blocks, ...]`: the first one has an entry for each token next, and none shares
-    memory with another.
+    memory with another. As long as the planes are the same tensors, so are the blocks: what is derived from them is
+    worked out once.
     """
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickled along, what is derived from planes would come back as memory of its own.
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     @abstractmethod
@@ -42,21 +49,34 @@ class Blocks(ABC):
         name = next(field.name for field in fields(self) if getattr(self, field.name) is old)
         return replace(self, **{name: plane})
 
-    @property
+    def memo(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """`compute()`, done once for each `key`. Addresses are nothing to keep: memory that is shared with another
+        process moves."""
+        try:
+            return self._memo[key]
+        except KeyError:
+            value = self._memo[key] = compute()
+            return value
+
+    @cached_property
     def num_kv_heads(self) -> int:
         return self.planes[0].shape[0]
 
-    @property
+    @cached_property
     def num_blocks(self) -> int:
         return self.planes[0].shape[1]
 
-    @property
+    @cached_property
     def block_size(self) -> int:
         return self.planes[0].shape[2]
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         return self.planes[0].device
+
+    @cached_property
+    def _memo(self) -> dict[Hashable, Any]:
+        return {}
 
 
 def in_model_dtype(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -93,15 +113,11 @@ class KVBlocks(Blocks):
         if not (self.key.is_contiguous() and self.value.is_contiguous()):
             raise ValueError("planes of blocks have to be contiguous: kernels know their layout from their shape")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Pickled along, the cached views would come back as memory of their own.
-        return KVBlocks, (self.key, self.value)
-
     @property
     def planes(self) -> tuple[torch.Tensor, ...]:
         return (self.key, self.value)
 
-    @property
+    @cached_property
     def dims(self) -> tuple[int, int]:
         return self.key.shape[-1], self.value.shape[-1]
 

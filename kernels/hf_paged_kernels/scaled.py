@@ -8,6 +8,7 @@ error. A token is quantized when it is written, by itself, so nothing about it c
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -43,7 +44,7 @@ class ScaledBlocks(Blocks):
     def planes(self) -> tuple[torch.Tensor, ...]:
         return (self.key, self.value, self.key_scale, self.value_scale)
 
-    @property
+    @cached_property
     def dims(self) -> tuple[int, int]:
         return self.key.shape[-1], self.value.shape[-1]
 

@@ -86,7 +86,11 @@ class StepMetadata:
         self.batch, self.query_length = slots.shape
         self._memo: dict[Any, Any] = {}
 
-    @property
+    def __getstate__(self) -> dict[str, Any]:
+        # What backends keep has addresses of this process.
+        return vars(self) | {"_memo": {}}
+
+    @cached_property
     def first_column(self) -> int:
         """Columns before this step."""
         return self.num_columns - self.query_length

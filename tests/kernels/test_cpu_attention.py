@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import threading
 from dataclasses import replace
 from functools import partial
@@ -283,3 +284,16 @@ def test_calls_of_several_threads_do_not_meet() -> None:
     for caller in callers:
         caller.join()
     assert wrong == []
+
+
+def test_what_is_kept_for_the_next_call_is_not_pickled() -> None:
+    """Neither addresses in memory of the original, nor copies of planes beside the planes."""
+    case = Case(lengths=(70, 33), heads=(4, 2), new_from_blocks=True)
+    original = lay_out(case, random_rows(case, torch.float32, torch.Generator().manual_seed(0)), 0.0)
+    query = torch.randn(2, 4, 1, 16, generator=torch.Generator().manual_seed(1))
+    expected = attention(query, *original, scale=0.3)
+    blocks, step = pickle.loads(pickle.dumps(original))
+    original[1].block_table[:] = 0
+    assert torch.equal(attention(query, blocks, step, scale=0.3), expected)
+    blocks.value.mul_(2)
+    assert torch.equal(attention(query, blocks, step, scale=0.3), 2 * expected)

@@ -285,8 +285,10 @@ def take_pieces(address):
             mine = floats(scratch, size)
             for i in range(size):
                 kept[i] = mine[i]
-            if take_number(call.finished + piece.unit * 8) + 1 < piece.num_parts:
+            finished = call.finished + piece.unit * 8
+            if take_number(finished) + 1 < piece.num_parts:
                 continue
+            carray(pointer(finished), (1,), np.int64)[0] = 0
             merge(call, piece, scratch)
         finish(call, piece, scratch)
 

@@ -32,6 +32,14 @@ STEP = (
     "block_size",
 )
 
+# Memory of a call, the same for many one after the other.
+WORKSPACE = (
+    "scratch",
+    "scratch_bytes",  # of one thread
+    "partials",  # float32 [num_partial_rows, 2 + value width]: see `attend.py`
+    "finished",  # int64 [num_units], pieces of a unit that are done; 0 before a call and after it
+)
+
 # Of a layer and a call.
 LAYER = (
     "num_blocks",
@@ -43,34 +51,30 @@ LAYER = (
     "query_token",
     "out",  # float32 [batch, query_length, num_heads, value dim]
     "lse",  # float32 [batch, num_heads, query_length]; 0: not wanted
-    "scratch",
-    "scratch_bytes",  # of one thread
-    "partials",  # float32 [num_partial_rows, 2 + value width]: see `attend.py`
-    "finished",  # int64 [num_units], pieces of a unit that are done
 )
 FLOATS = ("scale", "softcap")  # float64; softcap 0 for none
 
 # Of keys, then of values.
 PART = (
-    "dim",
-    "width",  # `dim` in whole vectors
     "exact",  # in the dtype of the model; 0 if there are none
-    "dtype",  # of those and of fresh ones, see `DTYPES`
     "codes",  # 0 if there are none
     "scale",
     "zero",  # 0: codes have a scale for each token
-    "bits",  # of a code; 0: e4m3
-    "group",  # of codes that have scale and zero for several tokens or channels
-    "scale_floats",  # memory that their scales and zeros take while a tile is decoded
     "fresh",  # new tokens that are not in blocks
     "fresh_batch",  # strides
     "fresh_head",
     "fresh_token",
+    "dim",
+    "width",  # `dim` in whole vectors
+    "dtype",  # of exact and fresh ones, see `DTYPES`
+    "bits",  # of a code; 0: e4m3
+    "group",  # of codes that have scale and zero for several tokens or channels
+    "scale_floats",  # memory that their scales and zeros take while a tile is decoded
 )
 
 _PART_TYPE = np.dtype([(name, np.int64) for name in PART])
 CALL = np.dtype(
-    [(name, np.int64) for name in (*COUNTERS, *STEP, *LAYER)]
+    [(name, np.int64) for name in (*COUNTERS, *STEP, *WORKSPACE, *LAYER)]
     + [(name, np.float64) for name in FLOATS]
     + [("key", _PART_TYPE), ("value", _PART_TYPE)],
     align=True,

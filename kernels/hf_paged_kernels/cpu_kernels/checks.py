@@ -5,8 +5,6 @@ import torch
 from hf_paged_kernels.layout import Blocks
 from hf_paged_kernels.step import StepMetadata
 
-_CPU = torch.device("cpu")
-
 
 def check_attention(
     query: torch.Tensor,
@@ -21,13 +19,12 @@ def check_attention(
     Raises:
         ValueError: they do not fit each other.
     """
-    key_dim, value_dim = blocks.dims
-    num_heads = query.shape[1]
-    if num_heads % blocks.num_kv_heads:
-        raise ValueError(f"{num_heads} query heads are no multiple of {blocks.num_kv_heads} KV heads")
-    _expect("query", query, (step.batch, num_heads, step.query_length, key_dim))
+    num_heads, num_kv_heads = query.shape[1], blocks.num_kv_heads
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads are no multiple of {num_kv_heads} KV heads")
+    _expect("query", query, (step.batch, num_heads, step.query_length, blocks.dims[0]))
     if new_kv is not None:
-        check_new(new_kv, (step.batch, blocks.num_kv_heads, step.query_length), (key_dim, value_dim))
+        check_new(*new_kv, blocks, step)
     if sinks is not None:
         _expect("sinks", sinks, (num_heads,))
     if key_mask is not None:
@@ -36,21 +33,19 @@ def check_attention(
             raise ValueError(f"key_mask has dtype {key_mask.dtype}: expected bool")
 
 
-def check_new(new: tuple[torch.Tensor, torch.Tensor], shape: tuple[int, int, int], dims: tuple[int, int]) -> None:
-    """Checks the keys and values of new tokens.
+def check_new(key: torch.Tensor, value: torch.Tensor, blocks: Blocks, step: StepMetadata) -> None:
+    """Checks the keys and values of the new tokens of a step.
 
     Raises:
-        ValueError: they are not `[*shape, dim]`.
+        ValueError: they are not `[batch, num_kv_heads, query_length, dim]`.
     """
-    for name, states, dim in zip(("key", "value"), new, dims, strict=True):
-        _expect(name, states, (*shape, dim))
-
-
-def with_dense_rows(states: torch.Tensor) -> torch.Tensor:
-    """The tensor, copied only if the numbers of its last dimension do not follow each other."""
-    return states if states.stride(-1) == 1 else states.contiguous()
+    batch, num_kv_heads, query_length, (key_dim, value_dim) = (
+        step.batch, blocks.num_kv_heads, step.query_length, blocks.dims
+    )  # fmt: skip
+    _expect("key", key, (batch, num_kv_heads, query_length, key_dim))
+    _expect("value", value, (batch, num_kv_heads, query_length, value_dim))
 
 
 def _expect(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape or tensor.device != _CPU:
+    if tensor.shape != shape or not tensor.is_cpu:
         raise ValueError(f"{name} is {list(tensor.shape)} on {tensor.device}: expected {list(shape)} on cpu")

@@ -1,10 +1,10 @@
 """How a call is divided into pieces of work: the same for all layers of a step, so worked out once a step."""
 
+from array import array
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
-import numpy as np
-
-from hf_paged_kernels.cpu_kernels.call import PIECE
 from hf_paged_kernels.step import StepMetadata
 
 MAX_ROWS = 64
@@ -23,13 +23,15 @@ class Plan:
 
     Attributes:
         pieces: int64 `[num_pieces, len(PIECE)]`, see `PIECE`; `partial` counts rows.
+        num_pieces: how many.
         num_units: units that they belong to.
         num_partial_rows: rows of all parts.
         max_rows: rows of the largest piece.
         is_worth_threads: whether several threads are faster than one.
     """
 
-    pieces: np.ndarray
+    pieces: array
+    num_pieces: int
     num_units: int
     num_partial_rows: int
     max_rows: int
@@ -49,16 +51,17 @@ def make_plan(
         has_new: whether new tokens are not read from blocks.
         num_threads: threads that are to share the work.
     """
-    tile = max(1, MAX_ROWS // group)
-    units = _units(step, tile, window)
+    units = _units(step, max(1, MAX_ROWS // group), window)
     # A tile of keys costs about as much as the products of two queries with it.
-    work = (units["last"] - units["first"]) * ((units["end_query"] - units["first_query"]) * group + 2)
-    total = int(work.sum()) * num_kv_heads
+    work = [(unit.last - unit.first) * ((unit.end_query - unit.first_query) * group + 2) for unit in units]
+    total = sum(work) * num_kv_heads
     target = max(total / (num_threads * PIECES_PER_THREAD), 1)
-    pieces, num_partial_rows, num_units = [], 0, 0
-    for unit, unit_work in zip(units.tolist(), work.tolist(), strict=True):
+    pieces: list[tuple[int, ...]] = []
+    num_partial_rows = num_units = max_rows = 0
+    for unit, unit_work in zip(units, work, strict=True):
         row, first_query, end_query, first, last, past = unit
         rows = (end_query - first_query) * group
+        max_rows = max(max_rows, rows)
         num_parts = 1 if num_threads == 1 else max(1, min(round(unit_work / target), (last - first) // MIN_PIECE))
         bounds = _bounds(first, last, num_parts, step.block_size)
         fresh_from = max(past, 0) if has_new else last
@@ -72,27 +75,38 @@ def make_plan(
             num_partial_rows += rows * (len(bounds) - 1) if partial >= 0 else 0
             num_units += 1
     # Long pieces first: what is left at the end is short.
-    order = sorted(range(len(pieces)), key=lambda i: pieces[i][4] - pieces[i][5])
+    pieces.sort(key=lambda piece: piece[4] - piece[5])
     return Plan(
-        pieces=np.array([pieces[i] for i in order], dtype=np.int64).reshape(-1, len(PIECE)),
+        pieces=array("q", chain.from_iterable(pieces)),
+        num_pieces=len(pieces),
         num_units=num_units,
         num_partial_rows=num_partial_rows,
         is_worth_threads=len(pieces) > 1 and total > WORTH_THREADS,
-        max_rows=int((units["end_query"] - units["first_query"]).max(initial=0)) * group,
+        max_rows=max_rows,
     )
 
 
-def _units(step: StepMetadata, tile: int, window: int | None) -> np.ndarray:
-    """Queries that are attended to together, and the keys that some of them see."""
-    kind = [(name, np.int64) for name in ("row", "first_query", "end_query", "first", "last", "past")]
+class _Unit(NamedTuple):
+    """Queries of a row that are attended to together, the keys that some of them see, and the tokens before them."""
+
+    row: int
+    first_query: int
+    end_query: int
+    first: int
+    last: int
+    past: int
+
+
+def _units(step: StepMetadata, tile: int, window: int | None) -> list[_Unit]:
+    """The units of one KV head, of up to `tile` queries."""
     units = []
     for row, length in enumerate(step.seq_lens.tolist()):
         past = length - step.query_length
         for begin in range(max(-past, 0), step.query_length, tile):
             end = min(begin + tile, step.query_length)
             first = 0 if window is None else max(past + begin - window + 1, 0)
-            units.append((row, begin, end, first, past + end, past))
-    return np.array(units, dtype=kind)
+            units.append(_Unit(row, begin, end, first, past + end, past))
+    return units
 
 
 def _bounds(first: int, last: int, num_parts: int, block_size: int) -> list[int]:

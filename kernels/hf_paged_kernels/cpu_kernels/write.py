@@ -1,6 +1,7 @@
 """Stores the keys and values of new tokens in their slots, and quantizes them on the way: one call a layer."""
 
 from array import array
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ from numba import carray, njit
 from hf_paged_kernels import scaled
 from hf_paged_kernels.cpu_kernels import threads
 from hf_paged_kernels.cpu_kernels.call import DTYPES
-from hf_paged_kernels.cpu_kernels.checks import check_new, with_dense_rows
+from hf_paged_kernels.cpu_kernels.checks import check_new
 from hf_paged_kernels.cpu_kernels.compiled import EXACT_FLAGS, c_function, checksum
+from hf_paged_kernels.cpu_kernels.operands import address_of, operand
 from hf_paged_kernels.cpu_kernels.tiles import copy_rows, float_of_e4m3, floats
 from hf_paged_kernels.cpu_kernels.vectors import (
     bits_of_float,
@@ -20,6 +22,7 @@ from hf_paged_kernels.cpu_kernels.vectors import (
     pointer,
     take_number,
 )
+from hf_paged_kernels.cpu_kernels.workspace import Workspaces
 from hf_paged_kernels.grouped import HotColdBlocks
 from hf_paged_kernels.layout import Blocks, KVBlocks
 from hf_paged_kernels.scaled import ScaledBlocks
@@ -44,24 +47,31 @@ _PART = (
     "scale",  # float16 [num_kv_heads, num_slots] of codes; 0 for none
 )
 _PART_TYPE = np.dtype([(name, np.int64) for name in _PART])
-_HEADER = (
+_CALL = (
     "next_item",
     "next_scratch",
     "scratch",  # SCRATCH_BYTES for each thread
+)
+_STEP = (
     "slots",  # int32 [batch, query_length], -1 for tokens that are not stored
     "batch",
     "query_length",
+)
+_LAYER = (
     "num_kv_heads",
     "num_slots",
     "bits",  # of codes; 0: e4m3
     "factors",  # float32 [num_factors]: what e4m3 tries the smallest scale times of
     "num_factors",
 )
-WRITE_CALL = np.dtype([(name, np.int64) for name in _HEADER] + [("key", _PART_TYPE), ("value", _PART_TYPE)], align=True)
+WRITE_CALL = np.dtype(
+    [(name, np.int64) for name in (*_CALL, *_STEP, *_LAYER)] + [("key", _PART_TYPE), ("value", _PART_TYPE)], align=True
+)
 NEXT_ITEM, NEXT_SCRATCH = (WRITE_CALL.fields[name][1] for name in ("next_item", "next_scratch"))
 SCRATCH_BYTES = 5 * MAX_DIM  # a token as float32, and codes
 LARGEST_SCALE = np.float32(scaled.LARGEST_SCALE)
 _FACTORS = scaled.scale_factors(torch.device("cpu"))
+_DTYPE_PAIRS = frozenset(product(DTYPES, repeat=2))
 
 
 @njit(**EXACT_FLAGS)
@@ -206,12 +216,7 @@ work = _compiled(checksum())
 
 def can_write(blocks: Blocks, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether the kernel stores keys and values like these in such blocks."""
-    exact = blocks.hot if isinstance(blocks, HotColdBlocks) else blocks
-    if key.dtype not in DTYPES or value.dtype not in DTYPES:
-        return False
-    if isinstance(exact, KVBlocks):
-        return (key.dtype, value.dtype) == (exact.key.dtype, exact.value.dtype)
-    return isinstance(exact, ScaledBlocks) and max(exact.dims) <= MAX_DIM
+    return (key.dtype, value.dtype) in blocks.memo(can_write, lambda: _writable_dtypes(blocks))
 
 
 def write_kv(blocks: Blocks, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:
@@ -221,24 +226,61 @@ def write_kv(blocks: Blocks, key: torch.Tensor, value: torch.Tensor, step: StepM
         # Once in the life of a block, so that plain PyTorch does.
         quantize_new_blocks(blocks, key, value, step)
         return
-    shape = (step.batch, blocks.num_kv_heads, step.query_length)
-    check_new((key, value), shape, blocks.dims)
-    batch, num_kv_heads, query_length = shape
+    check_new(key, value, blocks, step)
     num_threads = torch.get_num_threads()
-    slots = step.memo(("cpu slots",), lambda: np.ascontiguousarray(step.slots, dtype=np.int32))
-    scratch, bits, scales = None, 8, (0, 0)
+    _slots, step_fields, workspaces = step.memo((write_kv, num_threads), lambda: _prepare(step, num_threads))
+    layer_fields = blocks.memo(write_kv, lambda: _layer_fields(blocks))
+    key, key_fields = operand(key)
+    value, value_fields = operand(value)
+    scratch = key_scale = value_scale = None
     if isinstance(blocks, ScaledBlocks):
-        scratch = torch.empty(num_threads * SCRATCH_BYTES, dtype=torch.uint8, device="cpu")
-        bits = 8 if blocks.code_dtype == torch.int8 else 0
-        scales = blocks.key_scale.data_ptr(), blocks.value_scale.data_ptr()
-    num_slots = blocks.num_blocks * blocks.block_size
-    record = array("q", [0, 0, 0 if scratch is None else scratch.data_ptr(), slots.ctypes.data])
-    record.extend((batch, query_length, num_kv_heads, num_slots, bits, _FACTORS.data_ptr(), len(_FACTORS)))
-    sources = [with_dense_rows(states) for states in (key, value)]
-    for states, target, scale in zip(sources, (blocks.key, blocks.value), scales, strict=True):
-        record.extend((states.data_ptr(), *states.stride()[:3]))
-        record.extend((DTYPES[states.dtype], states.shape[3], target.data_ptr(), scale))
+        scratch, key_scale, value_scale = workspaces.take(), blocks.key_scale, blocks.value_scale
+    record = array(
+        "q",
+        (
+            *(0, 0),
+            address_of(scratch),
+            *step_fields,
+            *layer_fields,
+            *key_fields,
+            DTYPES[key.dtype],
+            key.shape[3],
+            blocks.key.data_ptr(),
+            address_of(key_scale),
+            *value_fields,
+            DTYPES[value.dtype],
+            value.shape[3],
+            blocks.value.data_ptr(),
+            address_of(value_scale),
+        ),
+    )
     work_size = key.numel() + value.numel()
-    if bits == 0:
+    if scratch is not None and blocks.code_dtype != torch.int8:
         work_size *= 2 * scaled.FP8_SCALES
     threads.run(work.address, record.buffer_info()[0], in_parallel=work_size > WORTH_THREADS)
+    if scratch is not None:
+        workspaces.give_back(scratch)
+
+
+def _writable_dtypes(blocks: Blocks) -> frozenset[tuple[torch.dtype, torch.dtype]]:
+    """Dtypes of keys and of values that the kernel stores in such blocks."""
+    exact = blocks.hot if isinstance(blocks, HotColdBlocks) else blocks
+    if isinstance(exact, KVBlocks):
+        return frozenset({(exact.key.dtype, exact.value.dtype)} & _DTYPE_PAIRS)
+    is_taken = isinstance(exact, ScaledBlocks) and max(exact.dims) <= MAX_DIM
+    return _DTYPE_PAIRS if is_taken else frozenset()
+
+
+def _prepare(step: StepMetadata, num_threads: int) -> tuple[np.ndarray, tuple[int, ...], Workspaces[torch.Tensor]]:
+    """What all layers have in common in a step: slots, the fields `_STEP` of the record, and memory for calls."""
+    slots = np.ascontiguousarray(step.slots, dtype=np.int32)
+    size = num_threads * SCRATCH_BYTES
+    workspaces = Workspaces(lambda: torch.empty(size, dtype=torch.uint8, device="cpu"))
+    return slots, (slots.ctypes.data, step.batch, step.query_length), workspaces
+
+
+def _layer_fields(blocks: KVBlocks | ScaledBlocks) -> tuple[int, ...]:
+    """The fields `_LAYER` of the record."""
+    bits = 8 if not isinstance(blocks, ScaledBlocks) or blocks.code_dtype == torch.int8 else 0
+    num_slots = blocks.num_blocks * blocks.block_size
+    return blocks.num_kv_heads, num_slots, bits, _FACTORS.data_ptr(), len(_FACTORS)
