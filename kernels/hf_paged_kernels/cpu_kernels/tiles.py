@@ -1,13 +1,29 @@
 """Tiles of keys or values as float32: read where they lie if they are, else decoded into memory of the thread."""
 
+from collections.abc import Callable
+
 import numpy as np
 from numba import carray, njit
 
 from hf_paged_kernels.cpu_kernels.compiled import FLAGS
-from hf_paged_kernels.cpu_kernels.vectors import LANES, float_of_bits, float_of_half, make_unpack, pointer
+from hf_paged_kernels.cpu_kernels.vectors import (
+    LANES,
+    float_of_bfloats,
+    float_of_bits,
+    float_of_e4m3s,
+    float_of_half,
+    float_of_halves,
+    float_of_int8s,
+    make_unpack,
+    make_widen,
+    pointer,
+)
 
 TILE = 64
 """Tokens that are attended to at a time, at most."""
+
+WIDE = 4
+"""Vectors of a token that are decoded at a time, of those there are."""
 
 unpack_by_channel, unpack_by_token = make_unpack(by_channel=True), make_unpack(by_channel=False)
 
@@ -82,24 +98,59 @@ def bytes_of(dtype):
     return np.int64(4) if dtype == 0 else np.int64(2)
 
 
+def _make_rows(read: Callable, item_bytes: int, scale_unit: float | None = None) -> Callable:
+    """Makes `rows(source, stride, scales, dim, count, out, out_stride)`, as `make_widen` does for whole vectors.
+
+    `dim` is any number from `LANES` on.
+    """
+    widen_many, widen_one = (make_widen(read, num_vectors, scale_unit) for num_vectors in (WIDE, 1))
+
+    @njit(**FLAGS)
+    def rows(source, stride, scales, dim, count, out, out_stride):
+        channel = np.int64(0)
+        while channel < dim:
+            if channel + WIDE * LANES <= dim:
+                widen_many(source + channel * item_bytes, stride, scales, count, out + channel * 4, out_stride)
+                channel += WIDE * LANES
+            else:
+                # The last vector may begin among numbers that the one before it has had.
+                place = min(channel, dim - LANES)
+                widen_one(source + place * item_bytes, stride, scales, count, out + place * 4, out_stride)
+                channel += LANES
+
+    return rows
+
+
+rows_of_bfloats, rows_of_halves = _make_rows(float_of_bfloats, 2), _make_rows(float_of_halves, 2)
+rows_of_int8s, rows_of_e4m3s = _make_rows(float_of_int8s, 1, 1.0), _make_rows(float_of_e4m3s, 1, 256.0)
+
+
 @njit(**FLAGS)
 def copy_rows(source, dtype, stride, target, dim, width, count):
     """Rows of floating-point numbers as float32."""
-    for token in range(count):
-        out = floats(target + token * width * 4, width)
-        if dtype == 0:
-            states = floats(source + token * stride * 4, dim)
-            for i in range(dim):
-                out[i] = states[i]
-        else:
-            bits = carray(pointer(source + token * stride * 2), (dim,), np.uint16)
-            if dtype == 1:
-                for i in range(dim):
-                    out[i] = float_of_bits(np.int32(bits[i]) << np.int32(16))
-            else:
-                for i in range(dim):
-                    out[i] = float_of_half(bits[i])
+    nothing = np.int64(0)
+    if dtype == 0 or dim < LANES:
+        for token in range(count):
+            copy_numbers(source, dtype, token * stride, target + token * width * 4, dim)
+    elif dtype == 1:
+        rows_of_bfloats(source, stride * 2, nothing, dim, count, target, width)
+    else:
+        rows_of_halves(source, stride * 2, nothing, dim, count, target, width)
     clear(target, dim, width, count)
+
+
+@njit(**FLAGS)
+def copy_numbers(source, dtype, place, target, dim):
+    """The `dim` numbers from `place` on, one by one."""
+    out = floats(target, dim)
+    if dtype == 0:
+        states = floats(source + place * 4, dim)
+        for i in range(dim):
+            out[i] = states[i]
+    else:
+        bits = carray(pointer(source + place * 2), (dim,), np.uint16)
+        for i in range(dim):
+            out[i] = float_of_bits(np.int32(bits[i]) << np.int32(16)) if dtype == 1 else float_of_half(bits[i])
 
 
 @njit(**FLAGS)
@@ -115,19 +166,23 @@ def float_of_e4m3(code):
 @njit(**FLAGS)
 def decode_scaled(codes, scales, bits, target, dim, width, count):
     """8-bit codes with a scale for each token, see `hf_paged_kernels.scaled`."""
-    scale_bits = carray(pointer(scales), (count,), np.uint16)
-    for token in range(count):
-        scale = float_of_half(scale_bits[token])
-        out = floats(target + token * width * 4, width)
-        if bits == 8:
-            numbers = carray(pointer(codes + token * dim), (dim,), np.int8)
-            for i in range(dim):
-                out[i] = np.float32(numbers[i]) * scale
-        else:
-            patterns = carray(pointer(codes + token * dim), (dim,), np.uint8)
-            for i in range(dim):
-                out[i] = float_of_e4m3(patterns[i]) * scale
+    if dim < LANES:
+        for token in range(count):
+            decode_codes(codes + token * dim, scales + token * 2, bits, target + token * width * 4, dim)
+    elif bits == 8:
+        rows_of_int8s(codes, dim, scales, dim, count, target, width)
+    else:
+        rows_of_e4m3s(codes, dim, scales, dim, count, target, width)
     clear(target, dim, width, count)
+
+
+@njit(**FLAGS)
+def decode_codes(codes, scale, bits, target, dim):
+    """The `dim` codes of a token, one by one."""
+    wide = float_of_half(carray(pointer(scale), (1,), np.uint16)[0])
+    patterns, out = carray(pointer(codes), (dim,), np.uint8), floats(target, dim)
+    for i in range(dim):
+        out[i] = (np.float32(np.int8(patterns[i])) if bits == 8 else float_of_e4m3(patterns[i])) * wide
 
 
 @njit(**FLAGS)

@@ -21,7 +21,7 @@ if _TRIPLE.startswith(("x86_64", "i686")) and "+f16c" not in _FEATURES:
     raise ImportError("the kernels for CPUs need a processor that converts float16 (F16C, since 2012)")
 LANES = 16 if "+avx512f" in _FEATURES else 8
 """Floats in a vector, by the processor that Numba compiles for. LLVM takes several registers where one holds fewer."""
-VECTOR, INTEGERS, BYTES = (ir.VectorType(kind, LANES) for kind in (FLOAT, I32, ir.IntType(8)))
+VECTOR, HALVES, INTEGERS, WORDS, BYTES = (ir.VectorType(kind, LANES) for kind in (FLOAT, HALF, I32, I16, ir.IntType(8)))
 
 
 def _make_conversion(source: Any, target: Any, convert: Callable[[Any, Any], Any]) -> Callable:
@@ -209,6 +209,83 @@ def make_unpack(by_channel: bool) -> Callable:
         return types.void(*addresses, *numbers, *[types.int64] * 6), generate
 
     return unpack
+
+
+def make_widen(read: Callable[[Any, Any], Any], num_vectors: int, scale_unit: float | None = None) -> Callable:
+    """Makes `widen(rows, stride, scales, count, out, out_stride)`.
+
+    It makes the first `num_vectors * LANES` numbers of each of `count` rows float32.
+
+    Args:
+        read: what reads a vector of numbers: `float_of_int8s`, `float_of_e4m3s`, `float_of_bfloats`, `float_of_halves`.
+        num_vectors: vectors of a row.
+        scale_unit: what a scale has to be multiplied by before numbers are multiplied by it; `None` for no scales.
+
+    Args of `widen`:
+        rows: address.
+        stride: bytes from row to row.
+        scales: address of float16 `[count]`; of no meaning if there are none.
+        out: address of float32.
+        out_stride: floats from row to row.
+    """
+
+    @intrinsic
+    def widen(typing_context: Any, rows: Any, stride: Any, scales: Any, count: Any, out: Any, out_stride: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            rows, stride, scales, count, out, out_stride = args
+            with cgutils.for_range(builder, count) as loop:
+                row, target = builder.add(rows, builder.mul(loop.index, stride)), builder.mul(loop.index, out_stride)
+                if scale_unit is not None:
+                    address = builder.add(scales, builder.mul(loop.index, I64(2)))
+                    half = builder.load(builder.inttoptr(address, HALF.as_pointer()), align=2)
+                    scale = _splat(builder, builder.fmul(builder.fpext(half, FLOAT), FLOAT(scale_unit)))
+                for vector in range(num_vectors):
+                    numbers = read(builder, row, vector)
+                    if scale_unit is not None:
+                        numbers = builder.fmul(numbers, scale)
+                    _store(builder, numbers, out, builder.add(target, I64(vector * LANES)))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), generate
+
+    return widen
+
+
+def float_of_int8s(builder: Any, row: Any, vector: int) -> Any:
+    """A vector of the whole numbers of a row."""
+    return builder.sitofp(builder.sext(_packed(builder, row, vector, BYTES, 1), INTEGERS), VECTOR)
+
+
+def float_of_e4m3s(builder: Any, row: Any, vector: int) -> Any:
+    """A vector of the 8-bit floating-point numbers of a row, divided by 256.
+
+    Read as float16, which has four exponent bits more to the left of the same mantissa, they are that.
+    """
+    bits = builder.shl(builder.zext(_packed(builder, row, vector, BYTES, 1), WORDS), _constant(WORDS, 8))
+    magnitude = builder.lshr(builder.and_(bits, _constant(WORDS, 0x7F00)), _constant(WORDS, 1))
+    halves = builder.or_(magnitude, builder.and_(bits, _constant(WORDS, 0x8000)))
+    return builder.fpext(builder.bitcast(halves, HALVES), VECTOR)
+
+
+def float_of_bfloats(builder: Any, row: Any, vector: int) -> Any:
+    """A vector of the bfloat16 numbers of a row."""
+    bits = builder.zext(_packed(builder, row, vector, WORDS, 2), INTEGERS)
+    return builder.bitcast(builder.shl(bits, _constant(INTEGERS, 16)), VECTOR)
+
+
+def float_of_halves(builder: Any, row: Any, vector: int) -> Any:
+    """A vector of the float16 numbers of a row."""
+    return builder.fpext(_packed(builder, row, vector, HALVES, 2), VECTOR)
+
+
+def _packed(builder: Any, row: Any, vector: int, kind: Any, size: int) -> Any:
+    """The vector `vector` of a row of numbers of `size` bytes."""
+    address = builder.add(row, I64(vector * LANES * size))
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=size)
+
+
+def _constant(kind: Any, number: int) -> Any:
+    return ir.Constant(kind, [number] * LANES)
 
 
 def _address(builder: Any, base: Any, index: Any, kind: Any) -> Any:

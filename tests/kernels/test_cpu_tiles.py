@@ -1,0 +1,58 @@
+"""Numbers as the kernels for CPUs read them: every one, and any number of channels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+tiles = pytest.importorskip("hf_paged_kernels.cpu_kernels.tiles")
+LANES = tiles.LANES
+
+# Less than a vector, whole ones, and ones that the last of is not full.
+DIMS = [1, LANES - 1, LANES, LANES + 1, tiles.WIDE * LANES, tiles.WIDE * LANES + 3, 2 * tiles.WIDE * LANES + LANES + 5]
+
+
+def room_for(count: int, dim: int) -> tuple[torch.Tensor, int]:
+    """Memory for `count` rows of `dim` in whole vectors, all NaN."""
+    width = -(-dim // LANES) * LANES
+    return torch.full((count, width), torch.nan), width
+
+
+def assert_same_bits(rows: torch.Tensor, expected: torch.Tensor) -> None:
+    """`expected` `[count, dim]` bit for bit, save which NaN it is, and nothing but 0 behind."""
+    dim = expected.shape[1]
+    torch.testing.assert_close(rows[:, :dim], expected, rtol=0, atol=0, equal_nan=True)
+    assert (rows[:, :dim].signbit() == expected.signbit())[~expected.isnan()].all()
+    assert (rows[:, dim:] == 0).all()
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(
+    ("dtype", "number"), [(torch.float32, 0), (torch.bfloat16, 1), (torch.float16, 2)], ids=lambda x: str(x)
+)
+def test_floating_point_numbers(dtype: torch.dtype, number: int, dim: int) -> None:
+    """Every bfloat16 and float16 there is, from rows that are `dim + 2` apart."""
+    patterns = torch.arange(2**16).to(torch.uint16)
+    numbers = patterns.view(dtype) if dtype != torch.float32 else patterns.view(torch.bfloat16).float()
+    count = len(numbers) // (dim + 2)
+    states = numbers[: count * (dim + 2)].view(count, dim + 2)
+    rows, width = room_for(count, dim)
+    tiles.copy_rows(states.data_ptr(), number, dim + 2, rows.data_ptr(), dim, width, count)
+    assert_same_bits(rows, states[:, :dim].float())
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_codes_with_a_scale_for_each_token(dtype: torch.dtype, dim: int) -> None:
+    """Every code, with scales from the smallest float16 to the largest."""
+    codes = torch.arange(256).to(torch.uint8).view(dtype)
+    codes = codes[~codes.float().isnan()]  # none of which is ever written
+    scales = torch.tensor([2**-24, 3 * 2**-24, 2**-14, 0.37, 65504, 0.0, torch.nan]).half()
+    count = len(scales) * -(-len(codes) // dim)
+    states = codes.repeat(count * dim // len(codes) + 1)[: count * dim].view(count, dim)
+    scales = scales.repeat_interleave(count // len(scales))
+    rows, width = room_for(count, dim)
+    bits = 8 if dtype == torch.int8 else 0
+    tiles.decode_scaled(states.data_ptr(), scales.data_ptr(), bits, rows.data_ptr(), dim, width, count)
+    assert_same_bits(rows, states.float() * scales.float()[:, None])
