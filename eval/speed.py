@@ -3,6 +3,7 @@
     python eval/speed.py --quick                       a first look with a small model, some minutes
     python eval/speed.py --model FOLDER_OR_HUB_ID --markdown speed.md --plot speed.png
     python eval/speed.py --kernels --quick             attention alone, without a model (see --kernels --help)
+    python eval/speed.py --prefix --quick              prompts whose beginning is known (see --prefix --help)
 
 Measured are transformers' DynamicCache, its QuantizedCache (if optimum-quanto is installed), and PagedCache: under its
 own attention, raw (`paged`) and quantized (`int8`, `int4`), and under sdpa, which gathers (`paged+gather`). All take
@@ -23,6 +24,7 @@ import sys
 from collections.abc import Sequence
 
 import kernel_speed
+import prefix_speed
 import torch
 from arguments import chosen_from, fill, new_file, positive, positives
 from bookkeeping import measure_bookkeeping
@@ -57,6 +59,7 @@ BOOKKEEPING_STEPS = 1024
 def _mode_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--kernels", action="store_true", help="measure attention alone; its options: --kernels --help")
+    parser.add_argument("--prefix", action="store_true", help="measure reuse of prefixes; its options: --prefix --help")
     return parser
 
 
@@ -167,6 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     mode, others = _mode_parser().parse_known_args(argv)
     if mode.kernels:
         return kernel_speed.main(others)
+    if mode.prefix:
+        return prefix_speed.main(others)
     parser = _parser()
     arguments = _parse(parser, argv)
     if arguments.threads is not None:

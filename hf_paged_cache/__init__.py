@@ -12,22 +12,29 @@ from hf_paged_cache.errors import (
     InvalidArgumentError,
     OutOfBlocks,
     PagedCacheError,
+    StoreFileError,
     UnsupportedError,
 )
 from hf_paged_cache.prefill import prefill
 from hf_paged_cache.stats import CacheStats
+from hf_paged_cache.store import BlockStore
+from hf_paged_cache.store_stats import KnownRun, StoreStats
 
 __all__ = [
     "ATTENTION_NAME",
     "CODECS",
+    "BlockStore",
     "CacheStateError",
     "CacheStats",
     "CropError",
     "InvalidArgumentError",
     "KVQuant",
+    "KnownRun",
     "OutOfBlocks",
     "PagedCache",
     "PagedCacheError",
+    "StoreFileError",
+    "StoreStats",
     "UnsupportedError",
     "prefill",
 ]

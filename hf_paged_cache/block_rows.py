@@ -41,6 +41,11 @@ class BlockRows:
         self.ids[entries] = block_ids
         self.allocator.release(replaced)
 
+    def adopt(self, block_ids: np.ndarray) -> None:
+        """Has these entries, int32 `[num_rows, width]`, in the place of empty ones, with references of its own."""
+        self.allocator.acquire(block_ids.reshape(-1))
+        self.ids = block_ids
+
     def select(self, rows: np.ndarray) -> None:
         """Replaces the rows by `rows`, indices of present ones, repeated or left out at will."""
         extra = np.bincount(rows, minlength=len(self.ids)) - 1

@@ -32,7 +32,7 @@ class BlockAllocator:
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._reusable: OrderedDict[int, None] = OrderedDict()
         self._retained: set[int] = set()
-        self._on_evict = on_evict
+        self.on_evict = on_evict
         self._released_later: deque[np.ndarray] = deque()
         self.evictions = 0
 
@@ -55,6 +55,11 @@ class BlockAllocator:
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out: free ones and reusable ones."""
         return self.num_free + self.num_reusable
+
+    @property
+    def num_retained(self) -> int:
+        """Blocks whose content is known, held or not."""
+        return len(self._retained)
 
     @property
     def num_referenced(self) -> int:
@@ -100,18 +105,24 @@ class BlockAllocator:
                 block_bytes=0,
                 limit="the pool is full",
             )
-        from_free = min(count, len(self._free))
-        taken = [self._free.pop() for _ in range(from_free)]
-        for _ in range(count - from_free):
-            block_id, _ = self._reusable.popitem(last=False)
-            self._retained.discard(block_id)
-            self.evictions += 1
-            if self._on_evict is not None:
-                self._on_evict(block_id)
-            taken.append(block_id)
+        taken: list[int] = []
+        while len(taken) < count:
+            if not self._free:  # an eviction may free more than one
+                self.evict()
+            taken.append(self._free.pop())
         block_ids = np.array(taken, dtype=np.int32)
         self._references[block_ids] = 1
         return block_ids
+
+    def evict(self) -> int:
+        """Makes the reusable block that was released longest ago a free one, and returns its id."""
+        block_id, _ = self._reusable.popitem(last=False)
+        self._retained.discard(block_id)
+        self._free.append(block_id)
+        self.evictions += 1
+        if self.on_evict is not None:
+            self.on_evict(block_id)
+        return block_id
 
     def acquire(self, block_ids: np.ndarray, times: int = 1) -> None:
         """Adds `times` references to each of `block_ids`, which may repeat. Null blocks are passed over.

@@ -1,6 +1,9 @@
 """`PagedCache`: the cache object that is passed to `model.generate`."""
 
 import copy
+import sys
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,7 @@ from hf_paged_cache.errors import CacheStateError, CropError, InvalidArgumentErr
 from hf_paged_cache.groups import LayerGroup, unfinished_pass
 from hf_paged_cache.layers import PagedLayer
 from hf_paged_cache.lazy import as_dense
+from hf_paged_cache.origin import Origin
 from hf_paged_cache.padding import Announcement, check_mask, current_mask_request
 from hf_paged_cache.stats import CacheStats, collect, format_bytes
 from hf_paged_cache.tables import BlockTable
@@ -51,6 +55,9 @@ class PagedCache(DynamicCache):
         backend: the kernels: `"triton"`, `"cpu"` (Numba), `"reference"` (plain PyTorch), or `None` for those that suit
             the device and are installed, unless the environment variable `HF_PAGED_KERNELS` names others.
         offloading: must be false; models that make a second cache of the type of the first one pass it.
+
+    Attributes:
+        origin: what a `BlockStore` put into it; `None` if it did not come from one.
 
     Raises:
         InvalidArgumentError: an argument has no meaning.
@@ -98,6 +105,7 @@ class PagedCache(DynamicCache):
         self._num_config_groups = len(self._groups)
         self._pass_number = 0
         self._states_are_ahead = False
+        self.origin: Origin | None = None
         self._end_pass()
 
     def __repr__(self) -> str:
@@ -111,7 +119,7 @@ class PagedCache(DynamicCache):
     def stats(self) -> CacheStats:
         """What the cache holds now."""
         with self._budget.lock:
-            return collect(self._groups, self._lead_table(), self._factory.block_size, self._budget)
+            return collect(self._groups, self._lead_table(), self.block_size, self._budget, self.origin)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -193,6 +201,7 @@ class PagedCache(DynamicCache):
         other._groups = [memo[id(group)] for group in self._groups]
         other.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
         unpaged.repeat(other.layers, n)
+        other.origin = self.origin and self.origin.repeated(n)
         return other
 
     def __deepcopy__(self, memo: dict) -> "PagedCache":
@@ -217,6 +226,7 @@ class PagedCache(DynamicCache):
         for group in self._groups:
             group.select(np.arange(group.table.num_rows).repeat(repeats))
         unpaged.repeat(self.layers, repeats)
+        self.origin = self.origin and self.origin.repeated(repeats)
         self._end_pass()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -235,7 +245,7 @@ class PagedCache(DynamicCache):
             raise CropError(
                 f"crop({tokens_to_remove}): expected minus the number of tokens to remove, crop(-{tokens_to_remove})"
             )
-        self._check_finished()
+        self.check_finished()
         kept = [max(group.table.num_columns + tokens_to_remove, 0) for group in self._groups]
         for group, num_columns in zip(self._groups, kept, strict=True):
             window = group.table.window
@@ -250,6 +260,21 @@ class PagedCache(DynamicCache):
         for group, num_columns in zip(self._groups, kept, strict=True):
             group.crop(num_columns)
         self._end_pass()
+
+    def activate_past_recording(self) -> None:
+        """Lets layers with a window keep what leaves it until the next `crop`, which may bring it back.
+
+        Raises:
+            UnsupportedError: assisted decoding is to go on from a cache that holds tokens. transformers feeds it the
+                whole prompt then, behind the part of it that is there (seen up to 5.24, with any cache).
+        """
+        if self.get_seq_length() and sys._getframe(1).f_code.co_name == "_assisted_decoding":
+            raise UnsupportedError(
+                f"assisted decoding with a cache that holds {self.get_seq_length()} tokens: transformers would compute "
+                "the whole prompt again behind them. Pass an empty cache (of a BlockStore, `cache_for(.., "
+                "reuse=False)`), or generate without an assistant"
+            )
+        super().activate_past_recording()
 
     def rollback(self) -> None:
         """Takes back a forward pass that stopped half-way, so that the cache can be used again.
@@ -267,6 +292,7 @@ class PagedCache(DynamicCache):
             group.reset()
         unpaged.reset(self.layers)
         self._states_are_ahead = False
+        self.origin = None
         self._end_pass()
 
     @property
@@ -283,6 +309,27 @@ class PagedCache(DynamicCache):
         table = self._lead_table()
         return -1 if table is None else table.num_rows
 
+    def check_finished(self) -> None:
+        """Raises `CacheStateError` if a forward pass has reached some layers and not others."""
+        unfinished = self._unfinished_layers()
+        if unfinished:
+            raise unfinished_pass(unfinished, self._lead_table().num_columns)
+
+    @property
+    def groups(self) -> Sequence[LayerGroup]:
+        """The layer groups that the config tells."""
+        return self._groups[: self._num_config_groups]
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held while blocks are handed out, given back or moved, also by forks."""
+        return self._budget.lock
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block."""
+        return self._factory.block_size
+
     def _lead_table(self) -> BlockTable | None:
         """The table of the first group that holds tokens."""
         return next((group.table for group in self._groups if group.table.num_columns), None)
@@ -290,11 +337,6 @@ class PagedCache(DynamicCache):
     def _num_rows(self) -> int:
         """Rows that the tables have, also when all of their columns were cropped; 0 for none."""
         return max((group.table.num_rows for group in self._groups), default=0)
-
-    def _check_finished(self) -> None:
-        unfinished = self._unfinished_layers()
-        if unfinished:
-            raise unfinished_pass(unfinished, self._lead_table().num_columns)
 
     def _check_states(self) -> None:
         if self._states_are_ahead:
@@ -311,8 +353,8 @@ class PagedCache(DynamicCache):
                 "Pass the ids of the whole sequence, or the new ones with the attention_mask of the whole sequence"
             )
         self._check_states()
-        self._check_finished()
-        config_groups = self._groups[: self._num_config_groups]
+        self.check_finished()
+        config_groups = self.groups
         for group in config_groups:
             check_mask(attention_mask, group.table, num_new)
         first_column = max((group.table.num_columns for group in config_groups), default=0)
@@ -326,7 +368,7 @@ class PagedCache(DynamicCache):
 
     def _unfinished_layers(self) -> list[int]:
         """Layers that an interrupted forward pass has not reached, though it has reached others."""
-        config_groups = [group for group in self._groups[: self._num_config_groups] if group.lengths]
+        config_groups = [group for group in self.groups if group.lengths]
         longest = max((group.table.num_columns for group in config_groups), default=0)
         return [idx for group in config_groups for idx, length in group.lengths.items() if length != longest]
 
@@ -377,6 +419,7 @@ class PagedCache(DynamicCache):
             if group.table.num_rows:
                 group.select(indices)
         unpaged.reorder(self.layers, rows)
+        self.origin = self.origin and self.origin.selected(indices)
         self._end_pass()
 
     def _end_pass(self) -> None:

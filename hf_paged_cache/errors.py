@@ -24,6 +24,10 @@ class UnsupportedError(PagedCacheError, NotImplementedError):
     """A feature that the paged cache does not have."""
 
 
+class StoreFileError(PagedCacheError, ValueError):
+    """A file of a `BlockStore` is damaged, is something else, or has the blocks of another model."""
+
+
 class OutOfBlocks(PagedCacheError, MemoryError):
     """The pool has no block left and may not grow.
 

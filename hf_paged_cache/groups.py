@@ -2,14 +2,16 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from hf_paged_kernels import StepMetadata
 
-from hf_paged_cache.errors import CacheStateError, InvalidArgumentError, other_batch_size
+from hf_paged_cache.errors import CacheStateError, InvalidArgumentError, OutOfBlocks, other_batch_size
 from hf_paged_cache.pool import GroupPool
 from hf_paged_cache.tables import BlockTable
+
+T = TypeVar("T")
 
 
 def _locked(method: Callable) -> Callable:
@@ -32,12 +34,17 @@ class LayerGroup:
         pool: the blocks; forks of the cache share it.
         table: the rows of this cache.
         lengths: columns that each layer has been given, by layer index.
+
+    Attributes:
+        keeps_past: whether rows hold on to what has left their window as long as there is room, since it may be wanted
+            by others.
     """
 
     def __init__(self, pool: GroupPool, table: BlockTable, lengths: dict[int, int] | None = None) -> None:
         self.pool = pool
         self.table = table
         self.lengths = lengths or {}
+        self.keeps_past = False
         self.step: StepMetadata | None = None
         self._undo: _Undo | None = None
         self._stored: tuple[tuple[int, int], StepMetadata] | None = None
@@ -86,7 +93,9 @@ class LayerGroup:
             self._give_up_old_tokens()
             earlier = None if self._undo is None else self._undo._replace(earlier=None)
             undo = _Undo(pass_number, table.num_columns, table.first_kept_column, earlier)
-            self.step, moves = table.extend(num_rows, num_new, attended, keep_past=keep_past)
+            self.step, moves = self._with_or_without_past(
+                lambda keep_past: table.extend(num_rows, num_new, attended, keep_past=keep_past), keep_past
+            )
             self._undo = undo
             self.pool.move(moves)
         return self.step
@@ -99,7 +108,12 @@ class LayerGroup:
             OutOfBlocks: it does not.
         """
         self._give_up_old_tokens()
-        self.pool.check_room(*self.table.blocks_to_extend(num_new, attended, keep_past=keep_past))
+        self._with_or_without_past(
+            lambda keep_past: self.pool.check_room(
+                *self.table.blocks_to_extend(num_new, attended, keep_past=keep_past)
+            ),
+            keep_past,
+        )
 
     def stored(self, layer_idx: int) -> StepMetadata:
         """A step without new tokens, to read what a layer has been given; the same one until that changes."""
@@ -156,8 +170,31 @@ class LayerGroup:
     def fork(self, copies: int) -> "LayerGroup":
         """The same group for another cache, every row `copies` times, on the same blocks."""
         other = LayerGroup(self.pool, self.table.fork(copies), dict(self.lengths))
-        other._undo = self._undo
+        other.keeps_past, other._undo = self.keeps_past, self._undo
         return other
+
+    @_locked
+    def adopt(self, num_columns: int, padding: np.ndarray, block_ids: np.ndarray, hot_ids: np.ndarray | None) -> None:
+        """Lets an empty group begin with known blocks, see `BlockTable.adopt`; every layer has their tokens."""
+        self.table.adopt(num_columns, padding, block_ids, hot_ids)
+        self.lengths = dict.fromkeys(self.pool.layers, num_columns)
+
+    @_locked
+    def seal(self, entries: tuple[np.ndarray, np.ndarray]) -> None:
+        """Makes the codes of full hot blocks (rows `[n]`, logical blocks `[n]`), which rows go on reading exactly."""
+        pairs = self.table.hot_pairs(entries)
+        if pairs:
+            self.pool.seal(pairs)
+
+    def _with_or_without_past(self, extend: Callable[[bool], T], keep_past: bool) -> T:
+        """`extend(keep_past)`; where the past is only kept for others, without it if there is no room."""
+        if self.keeps_past and not keep_past:
+            try:
+                return extend(True)
+            except OutOfBlocks:
+                self.keeps_past = False
+                self.table.restrict_to_window()
+        return extend(keep_past)
 
     def _give_up_old_tokens(self) -> None:
         """Quantizes what the newest tokens have moved on from, and gives back what has left the window."""

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import fields, replace
 from math import prod
 
 import numpy as np
@@ -65,6 +66,11 @@ class LayerPool:
     def planes(self) -> tuple[torch.Tensor, ...]:
         """The tensors of the layer, hot blocks not included."""
         return self._own.planes
+
+    @property
+    def planes_by_name(self) -> dict[str, torch.Tensor]:
+        """The tensors of the layer by what they hold, hot blocks not included."""
+        return _planes_by_name(self._own)
 
     @property
     def num_blocks(self) -> int:
@@ -146,8 +152,8 @@ class GroupPool:
         self.layers: dict[int, LayerPool] = {}
         self.copies = 0
         self.hot = hot
+        self.block_size = block_size
         self._codec_of = codec_of
-        self._block_size = block_size
         self._expected_layers = expected_layers
         self._budget = budget
         self._max_blocks = max_blocks
@@ -193,28 +199,36 @@ class GroupPool:
             OutOfBlocks: the memory limit leaves no room for the layer.
         """
         pool = self.layers.get(layer_idx)
+        return self.layer_of(layer_idx, Geometry.of(key, value)) if pool is None else pool
+
+    def layer_of(self, layer_idx: int, geometry: Geometry) -> LayerPool:
+        """The pool of a layer, made for keys and values of a geometry when it is first asked for.
+
+        Raises:
+            OutOfBlocks: the memory limit leaves no room for the layer.
+        """
+        pool = self.layers.get(layer_idx)
         if pool is None:
-            geometry, codec = Geometry.of(key, value), self._codec_of(layer_idx)
-            hot = None if codec.hot is None else self.hot.layer(layer_idx, key, value)
+            codec = self._codec_of(layer_idx)
+            hot = None if codec.hot is None else self.hot.layer_of(layer_idx, geometry)
             num_blocks = self._num_stored(self.allocator.num_blocks)
-            num_bytes = num_blocks * codec.block_bytes(geometry, self._block_size)
+            num_bytes = num_blocks * codec.block_bytes(geometry, self.block_size)
             if self._budget.remaining is not None and num_bytes > self._budget.remaining + self._promised:
                 raise self._out_of_blocks(num_blocks)
-            pool = LayerPool(codec, geometry, self._block_size, num_blocks, self._budget, hot)
+            pool = LayerPool(codec, geometry, self.block_size, num_blocks, self._budget, hot)
             self.layers[layer_idx] = pool
             self._promise()
         return pool
 
     def allocate(self, count: int) -> np.ndarray:
-        """Takes `count` blocks, int32 `[count]`: free ones, then evicted ones, then new ones.
+        """Takes `count` blocks, int32 `[count]`: free ones, then new ones, then evicted ones.
 
         Raises:
             OutOfBlocks: the limits do not allow that many. Nothing has changed then.
         """
-        if count:
-            missing = count - self.allocator.num_available
-            if missing > 0:
-                self._grow(count, missing)
+        missing = count - self.allocator.num_free
+        if missing > 0:
+            self._grow(count, missing)
         return self.allocator.allocate(count)
 
     def check_room(self, count: int, hot_count: int = 0) -> None:
@@ -247,10 +261,35 @@ class GroupPool:
         """Quantizes hot blocks `(hot block, block id)` in every layer that has them."""
         seal_blocks(self._hot_and_cold(), pairs)
 
+    def quantizes_blocks(self, layer_idx: int) -> bool:
+        """Whether a layer has codes of full blocks only."""
+        return self._codec_of(layer_idx).hot is not None
+
+    def empty_planes(self, layer_idx: int, geometry: Geometry, num_blocks: int) -> dict[str, torch.Tensor]:
+        """The planes of a layer with so many blocks by name: shapes and dtypes, without memory."""
+        on_no_device = replace(geometry, device=torch.device("meta"))
+        return _planes_by_name(self._codec_of(layer_idx).allocate(on_no_device, self.block_size, num_blocks))
+
+    def read_blocks(self, layer_idx: int, name: str, head: int, block_ids: np.ndarray) -> torch.Tensor:
+        """Bytes of blocks, int32 `[n]`, in one head of a plane of a layer: uint8 `[n, ...]`, on the CPU, a copy."""
+        plane = self.layers[layer_idx].planes_by_name[name]
+        return plane[head].view(torch.uint8).index_select(0, self._places(block_ids, plane)).cpu()
+
+    def write_blocks(self, layer_idx: int, name: str, blocks: torch.Tensor, block_ids: np.ndarray) -> None:
+        """Fills blocks, int32 `[n]`, that nobody reads yet, in a plane of a layer with `[num_kv_heads, n, ...]`."""
+        plane = self.layers[layer_idx].planes_by_name[name]
+        filling = blocks.to(plane.device).view(torch.uint8)
+        plane.view(torch.uint8).index_copy_(1, self._places(block_ids, plane), filling)
+
+    def _places(self, block_ids: np.ndarray, plane: torch.Tensor) -> torch.Tensor:
+        """Where blocks lie in a plane, int64 `[n]`."""
+        return torch.from_numpy(block_ids.astype(np.int64) - self._ids_without_memory).to(plane.device)
+
     def _hot_and_cold(self) -> list[HotColdBlocks]:
         return [layer.blocks for layer in self.layers.values() if layer.hot is not None]
 
     def _grow(self, needed: int, missing: int) -> None:
+        """Adds `missing` free blocks, or as many as the limits allow if known ones can make up for the others."""
         self.check_room(needed)
         present, allowed = self.allocator.num_blocks, self._allowed_blocks()
         if allowed is not None and (self._max_blocks is not None or self._is_only_group):
@@ -258,6 +297,8 @@ class GroupPool:
         else:
             target = present + max(missing, present // GROWTH)
             target = target if allowed is None else min(target, allowed)
+        if target <= present:
+            return
         num_blocks = self._num_stored(target)
         for layer in self.layers.values():
             if layer.num_blocks < num_blocks:  # else moved by an attempt that ran out of memory at a later layer
@@ -303,3 +344,8 @@ class GroupPool:
             block_bytes=self.block_bytes,
             limit=limit,
         )
+
+
+def _planes_by_name(blocks: Blocks) -> dict[str, torch.Tensor]:
+    values = {field.name: getattr(blocks, field.name) for field in fields(blocks)}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from hf_paged_cache.budget import MemoryBudget
 from hf_paged_cache.groups import LayerGroup
+from hf_paged_cache.origin import Origin
 from hf_paged_cache.tables import BlockTable
 
 
@@ -29,6 +30,8 @@ class CacheStats:
         evictions: reusable blocks that were taken back.
         tokens_quantized: tokens in used blocks that this cache's rows read as codes, in all layer groups; one that
             several rows share counts once.
+        reused_tokens: tokens of all rows that came from a `BlockStore`, and were not computed for this cache.
+        why: what kept the store from giving more of what it may know, in words; empty if nothing did.
     """
 
     rows: int
@@ -45,9 +48,17 @@ class CacheStats:
     copies: int
     evictions: int
     tokens_quantized: int
+    reused_tokens: int
+    why: str
 
 
-def collect(groups: Sequence[LayerGroup], lead: BlockTable | None, block_size: int, budget: MemoryBudget) -> CacheStats:
+def collect(
+    groups: Sequence[LayerGroup],
+    lead: BlockTable | None,
+    block_size: int,
+    budget: MemoryBudget,
+    origin: Origin | None,
+) -> CacheStats:
     """The numbers of a cache with these groups, whose rows and columns are those of the table `lead`."""
     pools = {id(group.pool): group.pool for group in groups}.values()
     hot_pools = [pool.hot for pool in pools if pool.hot is not None]
@@ -67,6 +78,8 @@ def collect(groups: Sequence[LayerGroup], lead: BlockTable | None, block_size: i
         copies=sum(pool.copies for pool in pools),
         evictions=sum(allocator.evictions for allocator in allocators),
         tokens_quantized=sum(group.table.num_cold_tokens for group in groups if group.pool.is_quantized),
+        reused_tokens=origin.reused_tokens if origin else 0,
+        why=origin.why if origin else "",
     )
 
 

@@ -140,15 +140,15 @@ class BlockTable:
         return need.count, 0 if self.hot is None else need.hot_count
 
     def blocks_to_seal(self) -> tuple[tuple[np.ndarray, np.ndarray], Pairs]:
-        """The hot blocks that are to be quantized before the next step.
-
-        Returns:
-            Their entries (rows `[n]`, logical blocks `[n]`) for `drop_hot`, and for each block the hot block and the
-            block id.
-        """
+        """The hot blocks that are to be quantized before the next step: their entries (rows `[n]`, logical blocks
+        `[n]`) for `drop_hot`, and their `hot_pairs`."""
         entries = self.hot.due(self.seq_lens)
+        return entries, self.hot_pairs(entries)
+
+    def hot_pairs(self, entries: tuple[np.ndarray, np.ndarray]) -> Pairs:
+        """For the hot blocks at some entries the place of the hot block and the block id, each pair once."""
         pairs = zip(self.hot.places[entries].tolist(), self.block_ids[entries].tolist(), strict=True)
-        return entries, list(dict.fromkeys(pairs))
+        return list(dict.fromkeys(pairs))
 
     def drop_hot(self, entries: tuple[np.ndarray, np.ndarray]) -> None:
         """Lets rows read the codes of these blocks from now on."""
@@ -233,6 +233,33 @@ class BlockTable:
         other.num_columns = self.num_columns
         other.first_kept_column = self.first_kept_column
         return other
+
+    def adopt(self, num_columns: int, padding: np.ndarray, block_ids: np.ndarray, hot_ids: np.ndarray | None) -> None:
+        """Lets an empty table begin with blocks that are known, which it holds from now on like others do.
+
+        Args:
+            num_columns: columns of every row.
+            padding: int32 `[num_rows]`, leading columns of each row that are not tokens.
+            block_ids: int32 `[num_rows, width]`, the blocks of each row's tokens; 0 where there is none, or it has
+                left the window.
+            hot_ids: int32 `[num_rows, width]`, hot blocks; 0 where a row is to read codes. `None` if there are none.
+        """
+        self._set_rows(len(padding))
+        self._rows.adopt(block_ids)
+        if self.hot is not None:
+            self.hot.rows.adopt(hot_ids)
+        self.num_columns, self.padding = num_columns, padding
+        if self.window is not None:
+            self.first_kept_column = max(num_columns - self.window + 1, 0)
+            self._freed_blocks = np.maximum(self.first_kept_column - padding, 0) // self.block_size
+        self.generation += 1
+
+    def exchange(self, entries: tuple[np.ndarray, np.ndarray], block_ids: np.ndarray) -> None:
+        """Takes blocks `[n]` of the same content in the place of those at the entries (rows `[n]`, logical blocks
+        `[n]`)."""
+        self._allocator.acquire(block_ids)
+        self._rows.replace(entries, block_ids)
+        self.generation += 1
 
     def reset(self) -> None:
         """Gives all blocks back; the table is empty and takes any number of rows again."""

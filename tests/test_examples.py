@@ -1,18 +1,27 @@
-"""The notebooks of examples/ run from top to bottom: quickly on a tiny model, and on the real one."""
+"""The notebooks and scripts of examples/ run from top to bottom: quickly on a tiny model, and on the real one."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from hf_paged_cache import small_models
 from tests.word_models import word_llama, word_tokenizer
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.ipynb"))
-# What a run prints if the notebook shows what it says: equal tokens, and a limit that is reached.
-SHOWN = {"tour.ipynb": ("same tokens: True", "out of KV blocks", "prompt: PagedCache")}
+FOLDER = Path(__file__).parents[1] / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.ipynb"))
+# What a run prints if the notebook shows what it says: equal tokens, a limit that is reached, tokens that are known.
+SHOWN = {
+    "chat_with_memory.ipynb": ("same tokens: True", "of them known", "BlockStore(", "MiB still known"),
+    "tour.ipynb": ("same tokens: True", "out of KV blocks", "prompt: PagedCache"),
+}
+# The words of the tiny model's tokenizer: those of the script are in the notebooks that import it.
+SCRIPT = FOLDER / "chat_with_memory.py"
 
 each_notebook = pytest.mark.parametrize("notebook", [pytest.param(path, id=path.name) for path in EXAMPLES])
 
@@ -34,15 +43,14 @@ def assert_shown(notebook: Path, printed: str) -> None:
         assert text in printed
 
 
-def test_there_are_notebooks() -> None:
-    assert set(SHOWN) == {path.name for path in EXAMPLES}
+def known_tokens(printed: str) -> list[int]:
+    """Of every prompt that an example has asked a store for, in order."""
+    return [int(number) for number in re.findall(r"(\d+) of them known", printed)]
 
 
-@each_notebook
-def test_runs_on_a_tiny_model(
-    notebook: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tokenizer = word_tokenizer(code_cells(notebook))
+def use_tiny_model(monkeypatch: pytest.MonkeyPatch, texts: list[str]) -> None:
+    """Lets `small_models.load` give a tiny model with a tokenizer of the words of these texts."""
+    tokenizer = word_tokenizer(texts)
     # As many bytes a token as SmolLM2 keeps, so that memory limits mean the same.
     model = word_llama(tokenizer, hidden_size=45, num_attention_heads=45, num_key_value_heads=45, head_dim=64)
     # Every answer is as long as asked for, and the next turn of a chat holds its words again.
@@ -53,6 +61,31 @@ def test_runs_on_a_tiny_model(
         return model, tokenizer
 
     monkeypatch.setattr(small_models, "load", load)
+
+
+@pytest.fixture(autouse=True)
+def beside_the_notebooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Jupyter does: a notebook imports what lies beside it, and here it shows no windows."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setenv("MPLBACKEND", "agg")
+
+
+@pytest.fixture
+def script() -> ModuleType:
+    return importlib.import_module(SCRIPT.stem)
+
+
+def test_there_are_notebooks() -> None:
+    assert set(SHOWN) == {path.name for path in EXAMPLES}
+
+
+@each_notebook
+def test_runs_on_a_tiny_model(
+    notebook: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if notebook.stem == SCRIPT.stem:
+        pytest.importorskip("matplotlib")
+    use_tiny_model(monkeypatch, [*code_cells(notebook), SCRIPT.read_text(encoding="utf-8")])
     run(notebook)
     assert_shown(notebook, capsys.readouterr().out)
 
@@ -62,6 +95,36 @@ def test_runs_on_a_tiny_model(
 def test_runs_on_the_real_model(notebook: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(notebook)
     assert_shown(notebook, capsys.readouterr().out)
+
+
+def test_the_script_asks_with_and_without_the_store(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    use_tiny_model(monkeypatch, [SCRIPT.read_text(encoding="utf-8")])
+    assert script.main(["--new-tokens", "4", "--memory", "64MiB", "--plot", str(tmp_path / "tree.png")]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("same tokens: True") == len(script.TURNS) + len(script.QUESTIONS)
+    first_turn, *later_turns = known_tokens(printed)[: len(script.TURNS)]
+    first_question, *later_questions = known_tokens(printed)[len(script.TURNS) :]
+    assert first_turn == 0
+    assert all(later_turns)
+    assert all(known > 400 for known in later_questions)
+    assert first_question < 64
+    assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_script_takes_a_document(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_tiny_model(monkeypatch, [SCRIPT.read_text(encoding="utf-8")])
+    document = tmp_path / "document.txt"
+    document.write_text("a guide to clocks " * 30, encoding="utf-8")
+    script.main(["--document", str(document), "--new-tokens", "2", "--memory", "64MiB"])
+    assert known_tokens(capsys.readouterr().out)[-1] == 30 * 4
+    with pytest.raises(SystemExit):
+        script.main(["--document", str(tmp_path / "none.txt")])
+    assert "none.txt" in capsys.readouterr().err
 
 
 @each_notebook

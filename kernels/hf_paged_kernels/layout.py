@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ class Blocks(ABC):
             block_ids: int64 `[n]`. Slots that were never written read as anything.
         """
 
-    def with_plane(self, index: int, plane: torch.Tensor) -> Self:
+    def with_plane(self, index: int, plane: torch.Tensor) -> "Blocks":
         """The blocks with another tensor as one of `planes`."""
         old = self.planes[index]
         name = next(field.name for field in fields(self) if getattr(self, field.name) is old)

@@ -1,0 +1,415 @@
+"""The blocks whose content a store knows: the prefix index over the pools of all layer groups."""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hf_paged_cache.blocks import BlockAllocator
+from hf_paged_cache.codecs import Geometry
+from hf_paged_cache.errors import StoreFileError
+from hf_paged_cache.groups import LayerGroup
+from hf_paged_cache.pool import GroupPool
+from hf_paged_cache.prefix import Match, PrefixIndex, PrefixNode, tokens_of
+from hf_paged_cache.store_file import BlocksToWrite, Runs, SavedKind, StoreFile, TensorToWrite
+
+
+class _Kinds(NamedTuple):
+    """The kinds of blocks that a run of tokens has one of in a layer group.
+
+    Attributes:
+        block: its block.
+        hot: its hot block; `None` where a codec has none.
+        window: tokens that the layers look back; `None` for all.
+    """
+
+    block: int
+    hot: int | None
+    window: int | None
+
+
+class Held(NamedTuple):
+    """What a store knows, held as it is for as long as it takes to save it.
+
+    Attributes:
+        runs: the token runs, with the places that their blocks are to have.
+        kinds: the kinds of blocks.
+        block_ids: int32 `[kinds, runs]`, the blocks that are in memory and held; 0 for none.
+        tensors: the planes of all layers.
+    """
+
+    runs: Runs
+    kinds: list[SavedKind]
+    block_ids: np.ndarray
+    tensors: list[TensorToWrite]
+
+
+class KnownBlocks:
+    """Keeps blocks when rows let go of them, and finds them again by their tokens.
+
+    Whoever calls a method holds the lock of the pools.
+
+    Args:
+        groups: the layer groups of an empty cache, whose pools hold the blocks.
+        block_size: tokens a block.
+
+    Attributes:
+        index: token runs and their blocks.
+    """
+
+    def __init__(self, groups: Sequence[LayerGroup], block_size: int) -> None:
+        self._block_size = block_size
+        self._pools: list[GroupPool] = []
+        self._groups: list[_Kinds] = []
+        for group in groups:
+            pools = [pool for pool in (group.pool, group.pool.hot) if pool is not None]
+            first = len(self._pools)
+            self._groups.append(_Kinds(first, first + 1 if len(pools) > 1 else None, group.table.window))
+            self._pools += pools
+        required = [kinds.block for kinds in self._groups if kinds.window is None]
+        self.index = PrefixIndex(block_size, len(self._pools), required)
+        self._file: StoreFile | None = None
+        self._device_of: Callable[[int], torch.device] | None = None
+        for kind, allocator in enumerate(self.allocators):
+            allocator.on_evict = _Forget(self, kind)
+
+    @property
+    def allocators(self) -> list[BlockAllocator]:
+        """Of each kind of block."""
+        return [pool.allocator for pool in self._pools]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the blocks that are known."""
+        return sum(pool.allocator.num_retained * pool.block_bytes for pool in self._pools)
+
+    def usable_tokens(self, match: Match, limit: int, *, in_memory: bool = False) -> int:
+        """The most tokens of a match, up to `limit`, after which every layer group has what a next token reads.
+
+        With `in_memory`, without what would have to be read from a file first.
+        """
+        length = min(match.num_tokens, limit)
+        while length > 0:
+            readable = min(self._readable_tokens(kinds, match.nodes, length, in_memory) for kinds in self._groups)
+            if readable == length:
+                return length
+            length = readable
+        return 0
+
+    def begin(
+        self, groups: Sequence[LayerGroup], matches: Sequence[Match], num_columns: int, padding: np.ndarray
+    ) -> None:
+        """Lets the groups of an empty cache begin with known blocks.
+
+        Args:
+            groups: of a cache on the same pools.
+            matches: of each row; `usable_tokens` allows its part of `num_columns`.
+            num_columns: columns that all rows have then.
+            padding: int32 `[num_rows]`, leading columns of each row that are not tokens, at most `num_columns`.
+
+        Raises:
+            OutOfBlocks: there is no room for what has to be read from a file. The cache is still empty.
+            StoreFileError: the model computes keys of another dtype or shape than the file has.
+        """
+        lengths = num_columns - padding
+        width = max(1, -(-int(lengths.max()) // self._block_size))
+        rows = [
+            match.nodes[: -(-length // self._block_size)]
+            for match, length in zip(matches, lengths.tolist(), strict=True)
+        ]
+        is_read = np.zeros((len(self._pools), len(rows), width), dtype=bool)
+        block = np.arange(width)[None]
+        for kinds, group in zip(self._groups, groups, strict=True):
+            first = np.array([self._first_block(kinds, length) for length in lengths.tolist()])
+            is_read[kinds.block] = (block >= first[:, None]) & (block * self._block_size < lengths[:, None])
+            if kinds.hot is not None:
+                is_read[kinds.hot] = is_read[kinds.block] & ~group.table.hot.are_cold(lengths, width)
+        with self._in_memory(rows, is_read):
+            tables = np.zeros(is_read.shape, dtype=np.int32)
+            for row, nodes in enumerate(rows):
+                if nodes:
+                    tables[:, row, : len(nodes)] = np.array([node.blocks for node in nodes]).T
+            tables[~is_read] = 0
+            for kinds, group in zip(self._groups, groups, strict=True):
+                hot_ids = None if kinds.hot is None else tables[kinds.hot]
+                group.adopt(num_columns, padding, tables[kinds.block], hot_ids)
+
+    def add(self, groups: Sequence[LayerGroup], row: int, root: PrefixNode, tokens: np.ndarray) -> None:
+        """Makes the blocks of a row known.
+
+        Full blocks under codecs that quantize whole ones get their codes. Where other blocks are known for the same
+        tokens the row holds those from now on, so that a run is never given up while one after it is held.
+
+        Args:
+            groups: of a cache on the same pools.
+            row: the row.
+            root: the tree to add to.
+            tokens: int `[n]`, the first tokens that the row holds.
+        """
+        num_runs, num_full = -(-len(tokens) // self._block_size), len(tokens) // self._block_size
+        blocks = np.zeros((len(self._pools), num_runs), dtype=np.int64)
+        for kinds, group in zip(self._groups, groups, strict=True):
+            held = group.table.block_ids[row, :num_runs]
+            blocks[kinds.block, : len(held)] = held
+            if kinds.hot is not None:
+                hot = group.table.hot
+                held = hot.ids[row, :num_runs]
+                blocks[kinds.hot, : len(held)] = held
+                self._seal(kinds, group, row, blocks[:, :num_full])
+                # Who goes on from here reads codes of these, as the row does.
+                is_cold = hot.are_cold(np.array([len(tokens)]), num_runs)[0]
+                blocks[kinds.hot, is_cold] = 0
+        added = self.index.insert(root, tokens, blocks)
+        self._forget(added.dropped)
+        for kind, block_id in added.taken:
+            self.allocators[kind].retain([block_id])
+        for kinds, group in zip(self._groups, groups, strict=True):
+            known = np.array([node.blocks[kinds.block] for node in added.nodes[:num_full]], dtype=np.int32)
+            own = blocks[kinds.block, :num_full]
+            others = np.flatnonzero((known != 0) & (own != 0) & (known != own))
+            if others.size:
+                group.table.exchange((np.full_like(others, row), others), known[others])
+
+    def let_go_of_past(self, groups: Sequence[LayerGroup]) -> None:
+        """Lets the rows of a cache give back what has left their windows, now that it is known."""
+        for group in groups:
+            group.table.restrict_to_window()
+
+    def _seal(self, kinds: _Kinds, group: LayerGroup, row: int, blocks: np.ndarray) -> None:
+        """Makes the codes of full blocks `[num_kinds, n]` of a row that are hot, where they are not known yet."""
+        is_new = [self.index.node_of(kinds.block, block_id) is None for block_id in blocks[kinds.block].tolist()]
+        hot = np.flatnonzero((blocks[kinds.hot] != 0) & is_new)
+        group.seal((np.full_like(hot, row), hot))
+
+    def attach(self, file: StoreFile, roots: Sequence[PrefixNode], device_of: Callable[[int], torch.device]) -> None:
+        """Makes known what a file has. Its blocks are read when they are first wanted.
+
+        Args:
+            file: the file, of the same model.
+            roots: an empty tree for each of its trees.
+            device_of: where the keys of a layer are, by its index.
+
+        Raises:
+            StoreFileError: the file has other planes than the codecs of the layers.
+        """
+        runs = file.runs
+        if [(kind.window, kind.is_hot) for kind in file.kinds] != self._kinds_of_blocks():
+            raise StoreFileError(f"{file.path} has blocks of other layer groups than the model. Save the store again")
+        for kind, (pool, num_blocks) in enumerate(zip(self._pools, runs.num_blocks, strict=True)):
+            for layer_idx, geometry in file.kinds[kind].layers.items():
+                for name, plane in pool.empty_planes(layer_idx, geometry, num_blocks).items():
+                    file.check_plane(kind, layer_idx, name, plane)
+        self._file, self._device_of = file, device_of
+        nodes: list[PrefixNode] = []
+        columns = (runs.parent.tolist(), runs.tree.tolist(), runs.num_tokens.tolist())
+        for run, (parent, tree, num_tokens) in enumerate(zip(*columns, strict=True)):
+            node = roots[tree] if parent < 0 else nodes[parent]
+            nodes.append(self.index.add_saved(node, runs.tokens[run, :num_tokens], run))
+
+    def detach(self) -> None:
+        """Lets go of the file, after all runs were forgotten."""
+        self._file = self._device_of = None
+
+    def hold(self, roots: Sequence[PrefixNode]) -> Held:
+        """Holds all blocks under some roots that are in memory, so that they can be saved without the lock.
+
+        They keep their content until `release`: rows copy what others hold, and nothing is given up that is held.
+
+        Raises:
+            StoreFileError: the model computes keys of another dtype or shape than the file has that blocks are in.
+        """
+        branches = [list(self.index.runs_after(root)) for root in roots]
+        nodes = [node for branch in branches for node in branch]
+        number = dict.fromkeys(roots, -1) | {node: run for run, node in enumerate(nodes)}
+        tokens = np.zeros((len(nodes), self._block_size), dtype=np.int32)
+        for run, node in enumerate(nodes):
+            tokens[run, : node.num_tokens] = tokens_of(node.run)
+        shape = (len(nodes), len(self._pools))
+        block_ids = np.array([node.blocks for node in nodes], dtype=np.int32).reshape(shape).T
+        saved = np.array([self._saved_places(node) for node in nodes], dtype=np.int64).reshape(shape).T
+        is_there = (block_ids != 0) | (saved >= 0)
+        runs = Runs(
+            tokens=tokens,
+            num_tokens=np.array([node.num_tokens for node in nodes], dtype=np.int64),
+            parent=np.array([number[node.parent] for node in nodes], dtype=np.int64),
+            tree=np.arange(len(roots)).repeat([len(branch) for branch in branches]),
+            places=np.where(is_there, np.cumsum(is_there, axis=1) - 1, -1),
+        )
+        kinds, tensors = [], []
+        described = zip(self._pools, self._kinds_of_blocks(), self._geometries(), is_there, strict=True)
+        for kind, (pool, about, geometries, chosen) in enumerate(described):
+            blocks = BlocksToWrite(
+                pool, runs.num_tokens[chosen], block_ids[kind, chosen], self._file, kind, saved[kind, chosen]
+            )
+            kinds.append(SavedKind(*about, geometries))
+            tensors += blocks.tensors(kinds[-1])
+        for allocator, ids in zip(self.allocators, block_ids, strict=True):
+            allocator.acquire(ids)
+        return Held(runs, kinds, block_ids, tensors)
+
+    def release(self, held: Held) -> None:
+        """Undoes `hold`."""
+        for allocator, ids in zip(self.allocators, held.block_ids, strict=True):
+            allocator.release(ids)
+
+    def is_held(self, node: PrefixNode) -> bool:
+        """Whether some row holds a block of a run."""
+        return any(
+            block_id and allocator.references(np.array(block_id)) > 0
+            for block_id, allocator in zip(node.blocks, self.allocators, strict=True)
+        )
+
+    def remove(self, node: PrefixNode) -> None:
+        """Forgets a run and all that follow it; of a root all that follow it."""
+        self._forget(self.index.remove(node))
+
+    def evict(self, num_bytes: int) -> int:
+        """Forgets what was let go of longest ago, until so many bytes of blocks are free for others.
+
+        Returns:
+            Bytes that have become free; fewer than asked for if rows hold the rest.
+        """
+        before = self._free_bytes()
+        while (freed := self._free_bytes() - before) < num_bytes:
+            allocator = next((allocator for allocator in self.allocators if allocator.num_reusable), None)
+            if allocator is None:
+                break
+            allocator.evict()
+        return freed
+
+    def _free_bytes(self) -> int:
+        return sum(pool.allocator.num_free * pool.block_bytes for pool in self._pools)
+
+    def _first_block(self, kinds: _Kinds, length: int) -> int:
+        """The first block that a token after `length` others reads in a group."""
+        return 0 if kinds.window is None else max(length - kinds.window + 1, 0) // self._block_size
+
+    def _readable_tokens(self, kinds: _Kinds, nodes: Sequence[PrefixNode], length: int, in_memory: bool) -> int:
+        """`length`, or how many tokens come before the last block that a group lacks for it."""
+        for block in range((length - 1) // self._block_size, self._first_block(kinds, length) - 1, -1):
+            if not self._has(kinds, nodes[block], in_memory):
+                return block * self._block_size
+        return length
+
+    def _has(self, kinds: _Kinds, node: PrefixNode, in_memory: bool) -> bool:
+        """Whether a group can read a run: by its block, or, as codes are made of full ones only, its hot block."""
+        is_readable = kinds.hot is None or node.num_tokens == self._block_size
+        is_readable = is_readable or self._is_known(kinds.hot, node, in_memory)
+        return is_readable and self._is_known(kinds.block, node, in_memory)
+
+    def _is_known(self, kind: int, node: PrefixNode, in_memory: bool) -> bool:
+        """Whether a run has a block of a kind, in memory or, unless only that counts, in the file."""
+        return node.blocks[kind] != 0 or (not in_memory and self._saved_places(node)[kind] >= 0)
+
+    @contextmanager
+    def _in_memory(self, rows: Sequence[Sequence[PrefixNode]], is_read: np.ndarray) -> Iterator[None]:
+        """Has blocks in memory, read from the file if need be, and holds them meanwhile.
+
+        Args:
+            rows: runs of each row.
+            is_read: bool `[kinds, num_rows, width]`, the blocks of them that are wanted, as far as they are known.
+
+        Raises:
+            OutOfBlocks: there is no room.
+        """
+        held: list[tuple[BlockAllocator, np.ndarray]] = []
+        try:
+            missing = []
+            # What is there is held first, so that room for the rest is not made by giving it up.
+            for kind, allocator in enumerate(self.allocators):
+                wanted = zip(rows, is_read[kind], strict=True)
+                nodes = dict.fromkeys(nodes[run] for nodes, read in wanted for run in np.flatnonzero(read).tolist())
+                present = np.array([node.blocks[kind] for node in nodes], dtype=np.int32)
+                allocator.acquire(present)
+                held.append((allocator, present))
+                missing.append(
+                    [node for node in nodes if not node.blocks[kind] and self._saved_places(node)[kind] >= 0]
+                )
+            if any(missing):
+                self._read_in(missing, held)
+            yield
+        finally:
+            for allocator, block_ids in held:
+                allocator.release(block_ids)
+
+    def _read_in(self, missing: Sequence[Sequence[PrefixNode]], held: list[tuple[BlockAllocator, np.ndarray]]) -> None:
+        """Reads the blocks of runs, for each kind those of `missing`, and adds them to what is held."""
+        geometries = self._geometries()
+        for kinds in self._groups:
+            for layer_idx, geometry in geometries[kinds.block].items():
+                self._pools[kinds.block].layer_of(layer_idx, geometry)
+        taken: dict[int, np.ndarray] = {}
+        for kind in reversed(range(len(self._pools))):  # hot blocks first, as where rows grow
+            if missing[kind]:
+                taken[kind] = self._pools[kind].allocate(len(missing[kind]))
+                held.append((self.allocators[kind], taken[kind]))
+        for kind, block_ids in taken.items():
+            places = self._file.runs.places[kind, [node.saved for node in missing[kind]]]
+            for layer_idx in geometries[kind]:
+                for name in self._pools[kind].layers[layer_idx].planes_by_name:
+                    blocks = self._file.read_plane(kind, layer_idx, name, places)
+                    self._pools[kind].write_blocks(layer_idx, name, blocks, block_ids)
+        # Known only now: after a failure they are free blocks.
+        for kind, block_ids in taken.items():
+            for node, block_id in zip(missing[kind], block_ids.tolist(), strict=True):
+                self.index.set_block(node, kind, block_id)
+            self.allocators[kind].retain(block_ids.tolist())
+
+    def _saved_places(self, node: PrefixNode) -> Sequence[int]:
+        """Where the blocks of a run stand in the file, for each kind; -1 for nowhere."""
+        return (-1,) * len(self._pools) if node.saved < 0 else self._file.runs.places[:, node.saved]
+
+    def _kinds_of_blocks(self) -> list[tuple[int | None, bool]]:
+        """For each kind the window of its layers, and whether it is the hot one."""
+        both = [[(kinds.window, False), (kinds.window, True)] for kinds in self._groups]
+        return [
+            kind
+            for kinds, of_group in zip(self._groups, both, strict=True)
+            for kind in of_group[: 1 if kinds.hot is None else 2]
+        ]
+
+    def _geometries(self) -> list[dict[int, Geometry]]:
+        """For each kind the layers that have such blocks, in memory or in the file.
+
+        Raises:
+            StoreFileError: those in the file are of another dtype or shape.
+        """
+        geometries = [{idx: layer.geometry for idx, layer in pool.layers.items()} for pool in self._pools]
+        for kind, in_memory in enumerate(geometries if self._file is not None else ()):
+            for layer_idx, saved in self._file.kinds[kind].layers.items():
+                if layer_idx not in in_memory:
+                    in_memory[layer_idx] = replace(saved, device=self._device_of(layer_idx))
+                elif replace(saved, device=in_memory[layer_idx].device) != in_memory[layer_idx]:
+                    raise StoreFileError(
+                        f"layer {layer_idx} now has {in_memory[layer_idx]}, but {self._file.path} was saved with "
+                        f"{saved}. Use the model as it was used then, autocast included, or a store of its own"
+                    )
+        return geometries
+
+    def _forget(self, blocks: Sequence[tuple[int, int]]) -> None:
+        for kind, block_id in blocks:
+            self.allocators[kind].forget([block_id])
+
+
+class _Forget:
+    """What an allocator calls when it takes back a block.
+
+    It knows the index weakly, so that a store that is given up does not stay because of its pools. With an allocator
+    that is copied or pickled it becomes `None`: of those blocks no index knows.
+    """
+
+    def __init__(self, known: KnownBlocks, kind: int) -> None:
+        self._known = weakref.ref(known)
+        self._kind = kind
+
+    def __call__(self, block_id: int) -> None:
+        known = self._known()
+        if known is not None:
+            known._forget(known.index.remove_block(self._kind, block_id))
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()

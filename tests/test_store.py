@@ -1,0 +1,561 @@
+"""Prompts that begin like earlier ones: the same answers, and less work."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import FalconMambaConfig, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers.models.falcon_mamba import FalconMambaForCausalLM
+
+from hf_paged_cache import (
+    BlockStore,
+    CacheStateError,
+    InvalidArgumentError,
+    OutOfBlocks,
+    PagedCache,
+    PagedCacheError,
+    UnsupportedError,
+)
+from hf_paged_cache.prefill import CACHE_ARGUMENT
+from tests.conftest import FIRST_WORD, VOCABULARY
+
+SIZE = 16
+
+
+def words(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(FIRST_WORD, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_store(model: PreTrainedModel, memory: int | str = "4MiB", **options: Any) -> BlockStore:
+    return BlockStore(model, memory=memory, block_size=SIZE, **options)
+
+
+def generate(model: PreTrainedModel, cache: PagedCache, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
+    mask = torch.ones_like(ids) if mask is None else mask
+    options = {"max_new_tokens": 6, "do_sample": False, **options}
+    return model.generate(ids, attention_mask=mask, **{CACHE_ARGUMENT: cache}, **options)
+
+
+def cold(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    return generate(model, PagedCache(model.config, block_size=SIZE), ids, mask, **options)
+
+
+def turn(store: BlockStore, ids: Tensor, mask: Tensor | None = None, **options: Any) -> tuple[Tensor, int]:
+    """Looks up, generates and commits: the output, and the tokens that were reused."""
+    cache = store.cache_for(ids, mask)
+    reused = cache.stats().reused_tokens
+    output = generate(store.model, cache, ids, mask, **options)
+    store.commit(cache, output)
+    return output, reused
+
+
+def check_conserved(store: BlockStore) -> None:
+    """No block is lost, and none stays held by caches that are gone."""
+    gc.collect()
+    for allocator in store._known.allocators:
+        assert allocator.num_free + allocator.num_reusable + allocator.num_referenced == allocator.num_blocks - 1
+        assert allocator.num_referenced == 0
+
+
+@pytest.fixture(params=["full", "windows"])
+def model(request: pytest.FixtureRequest, llama: Callable, windowed: Callable) -> PreTrainedModel:
+    """Full attention in all layers, and every other one with a window of 20."""
+    if request.param == "full":
+        return llama()
+    return windowed(["sliding_attention", "full_attention", "sliding_attention"], window=20)
+
+
+class TestOneRow:
+    @pytest.mark.parametrize("length", [*range(33, 33 + SIZE)])
+    def test_warm_equals_cold_for_every_residue_of_the_prompt(self, model, length):
+        store, ids = make_store(model), words(1, 64)
+        first, reused = turn(store, ids[:, :length])
+        assert reused == 0
+        again, reused = turn(store, ids[:, :length])
+        assert torch.equal(again, first)
+        assert reused == length - 1
+        longer, reused = turn(store, ids)
+        assert torch.equal(longer, cold(model, ids))
+        # The first generated token may be the next one of the prompt by chance.
+        assert length <= reused < length + 3
+        check_conserved(store)
+
+    def test_the_next_turn_of_a_chat_computes_only_what_is_new(self, model):
+        store, history, known = make_store(model), words(1, 40), 0
+        for number in range(4):
+            expected = cold(model, history)
+            output, reused = turn(store, history)
+            assert torch.equal(output, expected)
+            assert reused == known
+            known = output.shape[1] - 1  # the last token was never fed
+            history = torch.cat([output, words(1, 7, seed=number + 1)], dim=1)
+        check_conserved(store)
+
+    def test_a_prompt_that_parts_in_the_middle_of_a_block_reuses_to_the_token(self, llama):
+        store, ids = make_store(llama()), words(1, 60)
+        turn(store, ids)
+        other = torch.cat([ids[:, :37], (ids[:, 37:50] - FIRST_WORD + 1) % (VOCABULARY - FIRST_WORD) + FIRST_WORD], 1)
+        output, reused = turn(store, other)
+        assert reused == 37
+        assert torch.equal(output, cold(llama(), other))
+        assert store.stats().copies == 1
+        again, reused = turn(store, ids)
+        assert torch.equal(again, cold(llama(), ids))
+        assert reused == 59
+
+    def test_at_least_one_token_is_computed(self, model):
+        store, ids = make_store(model), words(1, 3 * SIZE)
+        turn(store, ids)
+        for length in (2 * SIZE, 2 * SIZE + 1, SIZE - 1, 2, 1):
+            cache = store.cache_for(ids[:, :length])
+            assert cache.get_seq_length() <= length - 1
+            assert torch.equal(generate(model, cache, ids[:, :length]), cold(model, ids[:, :length]))
+
+    @pytest.mark.parametrize("kv", ["int8", "fp8", "int4", "kivi2"])
+    def test_quantized_blocks_are_reused_bit_for_bit(self, model, kv):
+        store, ids = make_store(model, kv=kv), words(1, 100)
+        cache = store.cache_for(ids)
+        generate(model, cache, ids, max_new_tokens=30)
+        before = [layer.keys.materialize()[..., :64, :] for layer in cache.layers if layer.is_sliding is False]
+        store.commit(cache)
+        warm = store.cache_for(ids)
+        assert warm.stats().reused_tokens == 99
+        after = [layer.keys.materialize()[..., :64, :] for layer in warm.layers if layer.is_sliding is False]
+        # Tokens that the longer sequence read exactly are exact here too, or their codes are.
+        for first, second in zip(before, after, strict=True):
+            assert torch.equal(first, second)
+        del cache
+        first = generate(model, warm, ids)
+        assert torch.equal(generate(model, store.cache_for(ids), ids), first)
+        check_conserved_after(store, warm)
+
+    def test_other_attention_implementations_use_it_too(self, llama):
+        model = llama("sdpa")
+        store, ids = make_store(model), words(1, 50)
+        turn(store, ids)
+        output, reused = turn(store, torch.cat([ids, words(1, 5, seed=1)], 1))
+        assert reused >= 50
+        assert torch.equal(output, cold(model, torch.cat([ids, words(1, 5, seed=1)], 1)))
+
+
+def check_conserved_after(store: BlockStore, *caches: PagedCache) -> None:
+    for cache in caches:
+        cache.reset()
+    check_conserved(store)
+
+
+class TestBatches:
+    def test_rows_find_their_own_beginnings_and_go_on_together(self, model):
+        store = make_store(model)
+        first, second = words(1, 50, seed=1), words(1, 50, seed=2)
+        for ids in (first, second):
+            turn(store, ids)
+        ids = torch.cat([first[:, :41], second[:, :41]])
+        output, reused = turn(store, ids)
+        assert reused == 2 * 40
+        assert torch.equal(output, cold(model, ids))
+        check_conserved(store)
+
+    @pytest.mark.parametrize("share", [True, False])
+    def test_left_padding_does_not_matter(self, model, prompts, share):
+        store, batch = make_store(model), prompts(50, 31, 44)
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        for row in range(3):
+            turn(store, ids[row : row + 1, -int(mask[row].sum()) :])
+        cache = store.cache_for(ids, mask, share=share)
+        assert cache.stats().reused_tokens == 49 + 30 + 43
+        assert torch.equal(generate(model, cache, ids, mask), cold(model, ids, mask))
+
+    def test_a_padded_batch_is_found_by_single_rows(self, model, prompts):
+        store, batch = make_store(model), prompts(50, 31)
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        output, _ = turn(store, ids, mask)
+        for row, length in enumerate((50, 31)):
+            alone = ids[row : row + 1, 50 - length :]
+            again, reused = turn(store, alone)
+            assert reused == length - 1
+            assert torch.equal(again[0], output[row, 50 - length :])
+
+    def test_what_rows_share_is_computed_once(self, llama):
+        model, store = llama(), make_store(llama())
+        ids = torch.cat([words(1, 48).repeat(4, 1), words(4, 8, seed=1)], dim=1)
+        cache = store.cache_for(ids)
+        assert (cache.get_seq_length(), cache.stats().reused_tokens) == (48, 3 * 48)
+        assert cache.stats().blocks_used == 3
+        assert torch.equal(generate(model, cache, ids), cold(model, ids))
+        assert store.cache_for(ids, share=False).get_seq_length() == 48
+
+    def test_without_share_nothing_is_computed_ahead(self, llama):
+        store = make_store(llama())
+        ids = torch.cat([words(1, 48).repeat(4, 1), words(4, 8, seed=1)], dim=1)
+        assert store.cache_for(ids, share=False).get_seq_length() == 0
+
+    def test_a_row_that_lags_is_brought_up(self, model):
+        store, ids = make_store(model), words(5, 40)
+        for row in range(4):
+            turn(store, ids[row : row + 1])
+        cache = store.cache_for(ids)
+        assert cache.get_seq_length() == 39
+        assert cache.stats().reused_tokens == 4 * 39
+        assert torch.equal(generate(model, cache, ids), cold(model, ids))
+
+    def test_copies_are_ready_for_beams_and_samples(self, model, prompts):
+        store, batch = make_store(model), prompts(40, 25)
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        cache = store.cache_for(ids, mask, copies=3)
+        assert (cache.batch_size, cache.get_seq_length()) == (6, 39)
+        output = generate(model, cache, ids, mask, num_beams=3)
+        assert torch.equal(output, cold(model, ids, mask, num_beams=3))
+        torch.manual_seed(0)
+        sampled = generate(
+            model, store.cache_for(ids, mask, copies=2), ids, mask, do_sample=True, num_return_sequences=2
+        )
+        torch.manual_seed(0)
+        assert torch.equal(sampled, cold(model, ids, mask, do_sample=True, num_return_sequences=2))
+
+    def test_holes_in_the_mask_are_computed_and_not_kept(self, llama):
+        store, ids = make_store(llama()), words(2, 40)
+        mask = torch.ones_like(ids)
+        mask[0, 7] = 0
+        cache = store.cache_for(ids, mask)
+        assert "hides tokens" in cache.stats().why
+        output = generate(llama(), cache, ids, mask)
+        assert torch.equal(output, cold(llama(), ids, mask))
+        assert store.commit(cache, output) == 0
+        assert store.stats().runs_known == 0
+
+
+class TestCommit:
+    def test_after_beam_search_the_prompts_are_known(self, model):
+        store, ids = make_store(model), words(1, 40)
+        cache = store.cache_for(ids, copies=3)
+        output = generate(model, cache, ids, num_beams=3, num_return_sequences=3)
+        assert store.commit(cache, output) == 3 * 40
+        assert store.cache_for(output[:1]).get_seq_length() in (40, 41)  # by chance, a token more
+        check_conserved_after(store, cache)
+
+    def test_what_follows_the_end_of_an_answer_is_not_kept(self, llama):
+        model, ids = llama(), words(2, 20)
+        free = cold(model, ids, max_new_tokens=12)
+        end = int(free[0, 24])
+        model.generation_config.eos_token_id = [end]
+        try:
+            store = make_store(model)
+            cache = store.cache_for(ids)
+            output = generate(model, cache, ids, max_new_tokens=12)
+            lengths = [int((row[20:] == end).nonzero()[0]) + 21 if end in row[20:] else 31 for row in output]
+            assert lengths[0] < lengths[1]
+            assert store.commit(cache, output) == sum(lengths)
+        finally:
+            model.generation_config.eos_token_id = None
+
+    @pytest.mark.parametrize("helper", ["prompt_lookup_num_tokens", "assistant_model"])
+    def test_only_accepted_tokens_are_kept(self, model, llama, helper):
+        store, ids = make_store(model), words(1, 10).repeat(1, 4)
+        helper = {helper: 3 if helper == "prompt_lookup_num_tokens" else llama("sdpa", num_layers=1)}
+        output, _ = turn(store, ids, **helper, max_new_tokens=12)
+        assert torch.equal(output, cold(model, ids, max_new_tokens=12))
+        following = torch.cat([output, words(1, 4, seed=1)], dim=1)
+        again, reused = turn(store, following)
+        assert reused >= output.shape[1] - 1
+        assert torch.equal(again, cold(model, following))
+
+    def test_assisted_decoding_begins_with_an_empty_cache(self, llama):
+        model, store, ids = llama(), make_store(llama()), words(1, 10).repeat(1, 4)
+        turn(store, ids)
+        with pytest.raises(UnsupportedError, match="reuse=False"):
+            generate(model, store.cache_for(ids), ids, prompt_lookup_num_tokens=3)
+        cache = store.cache_for(ids, reuse=False)
+        assert cache.stats().why == "reuse=False was asked for"
+        output = generate(model, cache, ids, prompt_lookup_num_tokens=3)
+        assert torch.equal(output, cold(model, ids))
+        assert store.commit(cache, output) == output.shape[1] - 1
+        chat = store.session()
+        again = chat.generate(
+            output, attention_mask=torch.ones_like(output), prompt_lookup_num_tokens=3, max_new_tokens=6
+        )
+        assert torch.equal(again, cold(model, output))
+
+    def test_a_cache_can_go_on_after_it(self, model):
+        store, ids = make_store(model), words(1, 40)
+        cache = store.cache_for(ids)
+        output = generate(model, cache, ids)
+        store.commit(cache, output)
+        longer = torch.cat([output, words(1, 9, seed=1)], dim=1)
+        output = generate(model, cache, longer)
+        assert torch.equal(output, cold(model, longer))
+        assert store.commit(cache, output) == output.shape[1] - 1
+        again, reused = turn(store, longer)
+        assert torch.equal(again, output)
+        assert reused == longer.shape[1] - 1
+        check_conserved_after(store, cache)
+
+    def test_equal_sequences_end_up_in_the_same_blocks(self, model):
+        store, ids = make_store(model), words(1, 50)
+        first, second = store.cache_for(ids), store.cache_for(ids)
+        outputs = [generate(model, cache, ids) for cache in (first, second)]
+        used = first.stats().blocks_used
+        for cache, output in zip((first, second), outputs, strict=True):
+            store.commit(cache, output)
+        assert first.stats().blocks_used < used
+        assert torch.equal(
+            *[generate(model, cache, torch.cat([outputs[0], ids[:, :3]], 1)) for cache in (first, second)]
+        )
+        check_conserved_after(store, first, second)
+
+    def test_mistakes_are_named(self, llama):
+        model, store, ids = llama(), make_store(llama()), words(1, 20)
+        cache = store.cache_for(ids)
+        output = generate(model, cache, ids)
+        for other in (PagedCache(model.config), make_store(model).cache_for(ids), object()):
+            with pytest.raises(InvalidArgumentError, match="of this store"):
+                store.commit(other, output)
+        with pytest.raises(InvalidArgumentError, match="row 0 of the output does not begin"):
+            store.commit(cache, output[:, 3:])
+        assert store.commit(cache, output) == 25
+        cache.reset()
+        with pytest.raises(InvalidArgumentError, match="of this store"):
+            store.commit(cache, output)
+
+
+class TestIdentity:
+    def test_nothing_of_changed_weights_is_served(self, llama):
+        model = copy.deepcopy(llama())
+        store, ids = make_store(model), words(1, 40)
+        turn(store, ids)
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+        output, reused = turn(store, ids)
+        assert reused == 0
+        assert torch.equal(output, cold(model, ids))
+        assert turn(store, ids)[1] == 39
+
+    def test_a_change_while_generating_is_not_committed(self, llama):
+        model = copy.deepcopy(llama())
+        store, ids = make_store(model), words(1, 40)
+        cache = store.cache_for(ids)
+        output = generate(model, cache, ids)
+        model.train()
+        with pytest.raises(CacheStateError, match="training: True here, False then"):
+            store.commit(cache, output)
+        model.eval()
+        assert store.commit(cache, output) == 45
+
+    def test_invalidate_forgets(self, llama):
+        store, ids = make_store(llama()), words(1, 40)
+        turn(store, ids)
+        store.invalidate()
+        assert store.stats().blocks_known == 0
+        assert turn(store, ids)[1] == 0
+        assert turn(store, ids)[1] == 39
+
+    def test_salts_and_contents_are_apart(self, llama):
+        store, ids = make_store(llama()), words(1, 40)
+        keys = [{}, {"salt": "a"}, {"salt": "b"}, {"content_key": "a"}, {"salt": "a", "content_key": "a"}]
+        for key in keys:
+            cache = store.cache_for(ids, **key)
+            assert cache.get_seq_length() == 0
+            store.commit(cache, generate(llama(), cache, ids))
+        for key in keys:
+            assert store.cache_for(ids, **key).stats().reused_tokens == 39
+        with pytest.raises(InvalidArgumentError, match="salt"):
+            store.cache_for(ids, salt=7)
+
+    def test_inputs_beside_tokens_need_a_key(self, llama):
+        store, ids = make_store(llama()), words(1, 40)
+        turn(store, ids)
+        cache = store.cache_for(ids, pixel_values=torch.zeros(1, 3, 4, 4), token_type_ids=torch.zeros_like(ids))
+        assert cache.get_seq_length() == 0
+        assert cache.stats().why == "the input has pixel_values beside tokens, and no content_key= that names them"
+        assert store.commit(cache) == 0
+        assert store.cache_for(ids, token_type_ids=torch.zeros_like(ids)).get_seq_length() == 39
+
+
+class TestMemory:
+    @pytest.mark.parametrize("kv", ["raw", "int4"])
+    def test_answers_stay_right_when_everything_is_evicted_all_the_time(self, model, kv):
+        block = PagedCache(model.config, block_size=SIZE, kv=kv)
+        generate(model, block, words(1, 8))
+        num_bytes = block.stats().bytes_allocated
+        store = make_store(model, memory=12 * num_bytes, kv=kv)
+        base = words(3, 100)
+        for number in range(12):
+            ids = torch.cat([base[number % 3 : number % 3 + 1, : 30 + 3 * number], words(1, 5, seed=number)], dim=1)
+            output, _ = turn(store, ids)
+            if kv == "raw":
+                assert torch.equal(output, cold(model, ids))
+        stats = store.stats()
+        assert stats.evictions > 0
+        assert stats.hit_tokens > 0
+        assert stats.bytes_allocated <= 12 * num_bytes
+        check_conserved(store)
+
+    def test_what_was_used_longest_ago_goes_first_and_its_end_before_its_beginning(self, llama):
+        store = make_store(llama())
+        first, second = words(1, 64, seed=1), words(1, 64, seed=2)
+        turn(store, first)
+        turn(store, second)
+        turn(store, first[:, :20])
+        store.evict(store.stats().bytes_known // 3)
+        assert store.cache_for(first).get_seq_length() >= 20
+        assert store.cache_for(second).get_seq_length() == 63
+        freed = store.evict(10**9)
+        assert freed > 0
+        assert store.stats().blocks_known == 0
+        assert store.evict(10**9) == 0
+        check_conserved(store)
+
+    def test_pins_stay(self, model):
+        store, system = make_store(model), words(1, 40)
+        pin = store.pin(system[0])
+        assert pin.num_tokens == 40
+        store.evict(10**9)
+        ids = torch.cat([system, words(1, 9, seed=1)], dim=1)
+        assert store.cache_for(ids).stats().reused_tokens == 40
+        pin.release()
+        store.evict(10**9)
+        assert store.cache_for(ids).stats().reused_tokens == 0
+        assert torch.equal(turn(store, ids)[0], cold(model, ids))
+        with pytest.raises(InvalidArgumentError, match="one prompt"):
+            store.pin(words(2, 10))
+        check_conserved(store)
+
+    def test_clear_forgets_all_and_leaves_caches_alone(self, model):
+        store, ids = make_store(model), words(1, 40)
+        store.pin(ids)
+        cache = store.cache_for(ids)
+        store.clear()
+        assert store.stats().blocks_known == 0
+        assert torch.equal(generate(model, cache, ids), cold(model, ids))
+        assert store.cache_for(ids).get_seq_length() == 0
+        check_conserved_after(store, cache)
+
+    def test_a_prompt_that_does_not_fit_says_so_and_leaves_the_store_usable(self, llama):
+        store, ids = make_store(llama(), memory="64KiB"), words(1, 40)
+        turn(store, ids)
+        with pytest.raises(OutOfBlocks):
+            turn(store, words(1, 2000))
+        assert turn(store, ids)[1] == 39
+        check_conserved(store)
+
+    def test_a_store_that_is_given_up_frees_its_memory(self, llama, memory):
+        store = make_store(llama())
+        turn(store, words(1, 40))
+        assert memory.alive > 0
+        del store
+        gc.collect()
+        assert memory.alive == 0
+
+
+def test_runs_show_what_is_known_and_held(llama):
+    store, ids = make_store(llama()), words(1, 2 * SIZE + 5)
+    cache = store.cache_for(ids, salt="me")
+    store.commit(cache, generate(llama(), cache, ids, max_new_tokens=1))
+    other = torch.cat([ids[:, :SIZE], words(1, 9, seed=1)], dim=1)
+    cache = store.cache_for(other, salt="me")
+    store.commit(cache, generate(llama(), cache, other, max_new_tokens=1))
+    runs = store.runs()
+    assert torch.equal(torch.from_numpy(runs[0].tokens), ids[0, :SIZE])
+    assert sorted((len(run.tokens), run.parent, run.is_held) for run in runs[1:]) == sorted(
+        [(SIZE, 0, False), (5, 1 + (len(runs[1].tokens) != SIZE), False), (9, 0, True)]
+    )
+    assert {(run.salt, run.content_key) for run in runs} == {("me", None)}
+    assert runs[0].is_held
+
+
+class TestSessions:
+    def test_a_conversation_with_beams_samples_and_plain_turns(self, model):
+        store = make_store(model)
+        with store.session() as chat:
+            history, known = words(1, 40), 0
+            for options in ({}, {"num_beams": 3}, {}, {"do_sample": True, "num_return_sequences": 2, "top_k": 1}, {}):
+                mask = torch.ones_like(history)
+                output = chat.generate(
+                    history, attention_mask=mask, **{"max_new_tokens": 6, "do_sample": False, **options}
+                )
+                expected = cold(model, history, **options)
+                assert torch.equal(output, expected)
+                assert chat.cache.stats().reused_tokens >= known
+                known = history.shape[1] - 1
+                history = torch.cat([output[:1], words(1, 5, seed=known)], dim=1)
+        check_conserved(store)
+
+    def test_its_last_turn_is_not_evicted(self, llama):
+        store, ids = make_store(llama()), words(1, 40)
+        chat = store.session(salt="me")
+        output = chat.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6)
+        store.evict(10**9)
+        assert store.cache_for(output, salt="me").get_seq_length() == output.shape[1] - 1
+        chat.close()
+        store.evict(10**9)
+        assert store.cache_for(output, salt="me").get_seq_length() == 0
+
+
+def test_threads_may_share_a_store(model):
+    store, base = make_store(model), words(1, 48)
+    prompts = [torch.cat([base, words(1, 9, seed=seed)], dim=1) for seed in range(4)]
+    expected = [cold(model, ids) for ids in prompts]
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for round_ in range(4):
+                place = (number + round_) % 4
+                assert torch.equal(turn(store, prompts[place])[0], expected[place])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert store.stats().hit_tokens > 0
+    check_conserved(store)
+
+
+class TestModels:
+    def test_recurrent_models_say_why_nothing_is_reused(self):
+        config = FalconMambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, state_size=4)
+        store, ids = make_store(FalconMambaForCausalLM(config).eval()), words(1, 20)
+        cache = store.cache_for(ids)
+        assert "recurrent states" in cache.stats().why
+        assert "recurrent states" in store.stats().why
+        with pytest.raises(UnsupportedError, match="recurrent states"):
+            store.pin(ids)
+
+    def test_encoder_decoders_are_refused(self):
+        config = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+        with pytest.raises(UnsupportedError, match="encoder"):
+            make_store(T5ForConditionalGeneration(config))
+
+    @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+    def test_keys_that_depend_on_the_length_are_not_reused(self, llama, rope_type):
+        model = copy.deepcopy(llama())
+        model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": rope_type, "factor": 2.0}
+        assert rope_type in make_store(model).cache_for(words(1, 20)).stats().why
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"input_ids": [[1, 2]]}, "expected token ids"),
+        ({"input_ids": torch.zeros(1, 2)}, "expected token ids"),
+        ({"input_ids": torch.zeros(3, dtype=torch.long)}, "expected token ids"),
+        ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "at least one token"),
+        ({"input_ids": words(1, 4), "attention_mask": torch.ones(1, 3)}, r"attention_mask is \[1, 3\]"),
+        ({"input_ids": words(1, 4), "copies": 0}, "copies=0"),
+    ],
+)
+def test_wrong_arguments_are_named(llama, arguments, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        make_store(llama()).cache_for(**arguments)
+    assert issubclass(InvalidArgumentError, PagedCacheError)
