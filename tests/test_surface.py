@@ -21,7 +21,6 @@ from hf_paged_cache.layers import LinearAndPagedLayer, LinearAndPagedSlidingLaye
 from tests.families import FAMILIES, Family
 
 CACHE_INHERITED = {
-    "activate_past_recording": "asks each layer that can",
     "early_initialization": "asks each layer, whose `lazy_initialization` is ours",
     "get_conv_state": "recurrent states are transformers' own",
     "get_max_cache_shape": "the old name of get_max_length",
