@@ -87,6 +87,14 @@ class BlockAllocator:
         self._references = np.concatenate([self._references, np.zeros(num_blocks - old, dtype=np.int32)])
         self._free[:0] = range(num_blocks - 1, old - 1, -1)
 
+    def shrink(self) -> bool:
+        """Gives up all ids but the null block's if every one is free; whether it did."""
+        if self.num_free < self.num_blocks - 1:
+            return False
+        self._references = self._references[:1].copy()
+        self._free.clear()
+        return True
+
     def allocate(self, count: int) -> np.ndarray:
         """Takes `count` blocks, each with one reference: all of them, or none.
 

@@ -195,7 +195,8 @@ class PagedCache(DynamicCache):
         """
         if not is_integer(n) or n < 1:
             raise InvalidArgumentError(f"fork(n={n!r}): expected at least 1 copy of every row")
-        other = copy.copy(self)
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
         # With the groups in the memo, deepcopy copies recurrent states and the like, but no blocks.
         memo: dict[int, Any] = {id(group): group.fork(n) for group in self._groups}
         other._groups = [memo[id(group)] for group in self._groups]
@@ -203,6 +204,14 @@ class PagedCache(DynamicCache):
         unpaged.repeat(other.layers, n)
         other.origin = self.origin and self.origin.repeated(n)
         return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.origin is not None:
+            raise UnsupportedError(
+                "a cache of a BlockStore cannot be pickled: its pools hold what others have committed. Keep the store, "
+                "`store.save(path)`, or compute the tokens into a PagedCache(model.config)"
+            )
+        return vars(self)
 
     def __deepcopy__(self, memo: dict) -> "PagedCache":
         return self.fork()
@@ -259,6 +268,7 @@ class PagedCache(DynamicCache):
         unpaged.crop(self.layers, tokens_to_remove)
         for group, num_columns in zip(self._groups, kept, strict=True):
             group.crop(num_columns)
+        self.origin = self.origin and self.origin.cropped(self.get_seq_length())
         self._end_pass()
 
     def activate_past_recording(self) -> None:
@@ -419,7 +429,8 @@ class PagedCache(DynamicCache):
             if group.table.num_rows:
                 group.select(indices)
         unpaged.reorder(self.layers, rows)
-        self.origin = self.origin and self.origin.selected(indices)
+        origin = self.origin and self.origin.for_rows(num_rows or len(indices))
+        self.origin = origin and origin.selected(indices)
         self._end_pass()
 
     def _end_pass(self) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from hf_paged_kernels import StepMetadata
 
 from hf_paged_cache.errors import CacheStateError, InvalidArgumentError, OutOfBlocks, other_batch_size
+from hf_paged_cache.hot import Moves
 from hf_paged_cache.pool import GroupPool
 from hf_paged_cache.tables import BlockTable
 
@@ -92,11 +93,12 @@ class LayerGroup:
                 raise unfinished_pass(sorted({*lagging, layer_idx}), table.num_columns)
             self._give_up_old_tokens()
             earlier = None if self._undo is None else self._undo._replace(earlier=None)
-            undo = _Undo(pass_number, table.num_columns, table.first_kept_column, earlier)
-            self.step, moves = self._with_or_without_past(
-                lambda keep_past: table.extend(num_rows, num_new, attended, keep_past=keep_past), keep_past
-            )
-            self._undo = undo
+
+            def extend(keep_past: bool) -> tuple[StepMetadata, Moves, _Undo]:
+                undo = _Undo(pass_number, table.num_columns, table.first_kept_column, earlier)
+                return *table.extend(num_rows, num_new, attended, keep_past=keep_past), undo
+
+            self.step, moves, self._undo = self._with_or_without_past(extend, keep_past)
             self.pool.move(moves)
         return self.step
 

@@ -28,7 +28,7 @@ class Identity:
         config: JSON of the config without what has no effect on keys and values.
         implementations: JSON of the attention and experts implementation, by sub-config. They change only the
             rounding; but a result should not depend on who has asked before.
-        dtype: of the parameters; several are separated by commas.
+        dtype: of the parameters; several are separated by commas. And that of `torch.autocast`, where it is on.
         weights: fingerprint of all parameters and buffers.
         adapters: JSON of what is active, disabled, merged and scaled, by layer with adapters.
         training: whether any module is in training mode, and dropout may apply.

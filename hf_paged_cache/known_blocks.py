@@ -181,8 +181,8 @@ class KnownBlocks:
 
     def _seal(self, kinds: _Kinds, group: LayerGroup, row: int, blocks: np.ndarray) -> None:
         """Makes the codes of full blocks `[num_kinds, n]` of a row that are hot, where they are not known yet."""
-        is_new = [self.index.node_of(kinds.block, block_id) is None for block_id in blocks[kinds.block].tolist()]
-        hot = np.flatnonzero((blocks[kinds.hot] != 0) & is_new)
+        known = [self.index.node_of(kinds.block, block_id) is not None for block_id in blocks[kinds.block].tolist()]
+        hot = np.flatnonzero((blocks[kinds.hot] != 0) & ~np.array(known, dtype=bool))
         group.seal((np.full_like(hot, row), hot))
 
     def attach(self, file: StoreFile, roots: Sequence[PrefixNode], device_of: Callable[[int], torch.device]) -> None:
@@ -398,8 +398,7 @@ class KnownBlocks:
 class _Forget:
     """What an allocator calls when it takes back a block.
 
-    It knows the index weakly, so that a store that is given up does not stay because of its pools. With an allocator
-    that is copied or pickled it becomes `None`: of those blocks no index knows.
+    It knows the index weakly, so that a store that is given up does not stay because of its pools.
     """
 
     def __init__(self, known: KnownBlocks, kind: int) -> None:
@@ -410,6 +409,3 @@ class _Forget:
         known = self._known()
         if known is not None:
             known._forget(known.index.remove_block(self._kind, block_id))
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(None), ()

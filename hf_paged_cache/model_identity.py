@@ -83,7 +83,7 @@ class ModelIdentity:
             model_class=f"{model_class.__module__}.{model_class.__qualname__}",
             config=config,
             implementations=implementations,
-            dtype=weights.dtype,
+            dtype=weights.dtype + _autocast(self._model),
             weights=weights.fingerprint,
             adapters=canonical(adapters),
             training=training,
@@ -99,7 +99,8 @@ class ModelIdentity:
         self._config = None
 
     def _read_weights(self, tensors: Mapping[str, Tensor]) -> "_Weights":
-        known, changed = self._weights.known, {}
+        weights = self._weights
+        known, changed = weights.known, {}
         for name, tensor in tensors.items():
             mark, entry = _mark(tensor, self._steps), known.get(name)
             if entry is None or entry.tensor() is not tensor or entry.mark != mark:
@@ -110,8 +111,8 @@ class ModelIdentity:
             known = {name: read.get(name) or known[name] for name in sorted(tensors)}
             fingerprint = blake2b(b"".join(entry.digest for entry in known.values()), digest_size=16).hexdigest()
             dtypes = {str(tensor.dtype) for tensor in tensors.values() if isinstance(tensor, nn.Parameter)}
-            self._weights = _Weights(known, fingerprint, ", ".join(sorted(dtypes)))
-        return self._weights
+            weights = self._weights = _Weights(known, fingerprint, ", ".join(sorted(dtypes)))
+        return weights
 
     def _read_config(self) -> tuple[str, str]:
         config = self._model.config
@@ -179,15 +180,16 @@ def _digests(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
 def _sums(name: str, tensor: Tensor) -> Tensor:
     """Sums over all bits of a tensor, int64 `[pieces]`: the same on every device and for any number of threads.
 
-    A factor for each place makes any single change, and any two values that change places within a piece, visible.
+    A factor for each place makes any single change, and any two values that change places within a piece, visible. The
+    factors look random, so that changes of many values (a sign, say) do not cancel.
     """
     try:
         # A view as bytes takes every dtype; `contiguous` copies only what is not.
         words = tensor.detach().contiguous().flatten().view(torch.uint8)
         words = nn.functional.pad(words, (0, -len(words) % 4))
         words = (words.clone() if words.storage_offset() % 4 else words).view(torch.int32)
-        places = torch.arange(1, min(len(words), _PIECE) + 1, device=words.device)
-        sums = torch.stack([(piece * places[: len(piece)]).sum() for piece in words.split(_PIECE)])
+        factors = _factors(min(len(words), _PIECE), words.device)
+        sums = torch.stack([(piece * factors[: len(piece)]).sum() for piece in words.split(_PIECE)])
     except (RuntimeError, NotImplementedError) as error:
         raise _unreadable(name, tensor) from error
     if sums.is_meta or type(sums) is not Tensor:
@@ -195,11 +197,28 @@ def _sums(name: str, tensor: Tensor) -> Tensor:
     return sums
 
 
+@lru_cache(maxsize=8)
+def _factors(count: int, device: torch.device) -> Tensor:
+    """Odd numbers without an order, int64 `[count]`: a product and a shift, twice, as in SplitMix64."""
+    if count < _PIECE:
+        return _factors(_PIECE, device)[:count]
+    numbers = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
+    for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
+        numbers = (numbers ^ (numbers >> 29)) * factor
+    return numbers | 1
+
+
 def _unreadable(name: str, tensor: Tensor) -> UnsupportedError:
     return UnsupportedError(
         f"the values of {name}, a {type(tensor).__name__} on device {tensor.device}, cannot be read, and so not be "
         "compared with those that stored blocks were made with: load the model without offloading"
     )
+
+
+def _autocast(model: nn.Module) -> str:
+    """The dtype that keys are going to have instead of the parameters', in words; empty for none."""
+    kind = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    return f", autocast to {torch.get_autocast_dtype(kind)}" if torch.is_autocast_enabled(kind) else ""
 
 
 def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_paged_cache.errors import InvalidArgumentError
+from hf_paged_cache.errors import CacheStateError, InvalidArgumentError
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,12 +17,13 @@ class Origin:
     Attributes:
         store: what knows the tokens of its blocks.
         namespace: under which they are known.
-        rows: the prompt of each row, int64 `[n]`, padding left out.
+        rows: what each row is known to begin with, int64 `[n]`, padding left out: the prompt, and what was committed.
         padding: int32 `[num_rows]`, leading columns of each prompt that are not tokens.
         reused_tokens: tokens of all rows whose keys and values were not computed for this cache.
         why: why it is not more, in words; empty if there is no reason but that nothing more was known.
         is_unknown: whether nothing may become known of it either.
-        is_reordered: whether rows have been moved since, so that only their prompts are certain.
+        is_certain: whether the outputs of `generate` tell what each row holds. They do not any more when rows have been
+            moved (beams), or tokens of `rows` been taken back.
     """
 
     store: Any
@@ -32,46 +33,84 @@ class Origin:
     reused_tokens: int
     why: str
     is_unknown: bool
-    is_reordered: bool = False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A cache that is pickled leaves its store.
-        return type(None), ()
+    is_certain: bool = True
 
     def repeated(self, repeats: int) -> "Origin":
         """With every row `repeats` times in a row."""
         rows = [row for row in self.rows for _ in range(repeats)]
         return replace(self, rows=rows, padding=self.padding.repeat(repeats))
 
+    def for_rows(self, num_rows: int) -> "Origin | None":
+        """The origin of a cache that has so many rows, where `generate` has repeated each prompt; `None` if it cannot
+        have done that."""
+        copies, rest = divmod(num_rows, len(self.rows))
+        return None if rest or not copies else self if copies == 1 else self.repeated(copies)
+
     def selected(self, rows: np.ndarray) -> "Origin":
         """With the rows replaced by those of these indices."""
         kept = [self.rows[row] for row in rows.tolist()]
-        return replace(self, rows=kept, padding=self.padding[rows], is_reordered=True)
+        return replace(self, rows=kept, padding=self.padding[rows], is_certain=False)
+
+    def cropped(self, num_columns: int) -> "Origin":
+        """With the tokens of so many columns. Whether others have come in the place of some is not known."""
+        lengths = np.maximum(num_columns - self.padding, 0).tolist()
+        rows = [tokens[:length] for tokens, length in zip(self.rows, lengths, strict=True)]
+        is_cut = any(len(tokens) < len(before) for tokens, before in zip(rows, self.rows, strict=True))
+        return replace(self, rows=rows, is_certain=self.is_certain and not is_cut)
+
+    def committed(self, rows: list[np.ndarray]) -> "Origin":
+        """With the tokens that have become known."""
+        longer = [max(tokens, before, key=len) for tokens, before in zip(rows, self.rows, strict=True)]
+        return replace(self, rows=longer)
 
     def known_rows(
-        self, lengths: Sequence[int], sequences: torch.Tensor | None, ends: Sequence[int]
+        self, lengths: Sequence[int], sequences: torch.Tensor, ends: Sequence[int], pads: Sequence[int]
     ) -> list[np.ndarray]:
         """The tokens, int64 `[n]`, that each row of the cache is known to hold.
 
         Args:
             lengths: tokens of each row of the cache.
-            sequences: ids `[batch, tokens]`, prompts included, as `generate` returns them; `None` if there are none.
-            ends: tokens that end an answer. What follows one, while other rows go on, is padding.
+            sequences: ids `[batch, tokens]`, prompts included, as `generate` returns them.
+            ends: tokens that end an answer.
+            pads: tokens that follow an end while other rows go on.
 
         Raises:
-            InvalidArgumentError: a sequence does not begin with its prompt.
+            InvalidArgumentError: these are not the sequences of this cache.
+            CacheStateError: the cache holds more than they do.
         """
-        if sequences is None or self.is_reordered or len(sequences) != len(self.rows):
+        if not isinstance(sequences, torch.Tensor) or sequences.ndim != 2:
+            raise InvalidArgumentError(
+                "output: expected what `generate` returned, ids [batch, tokens] with the prompts"
+            )
+        if self.is_certain and len(sequences) != len(self.rows):
+            raise InvalidArgumentError(
+                f"the output has {len(sequences)} rows, but the cache has {len(self.rows)}: pass all that `generate` "
+                "returned, and ask `cache_for` for as many `copies` as beams or samples"
+            )
+        prompt_of = np.arange(len(sequences)) * len(self.rows) // max(len(sequences), 1)
+        ids = sequences.cpu().numpy().astype(np.int64)
+        rows = [
+            self._answered(row, place, tokens, ends, pads)
+            for row, (place, tokens) in enumerate(zip(prompt_of.tolist(), ids, strict=True))
+        ]
+        if not self.is_certain:
             return [tokens[:length] for tokens, length in zip(self.rows, lengths, strict=True)]
-        rows = []
-        for row, (prompt, length) in enumerate(zip(self.rows, lengths, strict=True)):
-            tokens = sequences[row, self.padding[row] :].cpu().numpy().astype(np.int64)
-            if not np.array_equal(tokens[: len(prompt)], prompt):
-                raise InvalidArgumentError(
-                    f"row {row} of the output does not begin with the prompt that `cache_for` was given: pass what "
-                    "`generate` returned for that prompt, prompt included"
-                )
-            answer_ends = np.flatnonzero(np.isin(tokens[len(prompt) :], ends))
-            stop = len(prompt) + int(answer_ends[0]) + 1 if answer_ends.size else len(tokens)
-            rows.append(tokens[: min(length, stop)])
-        return rows
+        if max(lengths) > ids.shape[1]:
+            raise CacheStateError(
+                f"the cache holds {max(lengths)} tokens of a row, but the output has {ids.shape[1]}: nobody knows what "
+                "they are. Was `generate` called with use_cache=False?"
+            )
+        return [tokens[:length] for tokens, length in zip(rows, lengths, strict=True)]
+
+    def _answered(self, row: int, place: int, ids: np.ndarray, ends: Sequence[int], pads: Sequence[int]) -> np.ndarray:
+        """The prompt at `place` and its answer, without what follows the answer's end."""
+        prompt, tokens = self.rows[place], ids[self.padding[place] :]
+        if not np.array_equal(tokens[: len(prompt)], prompt):
+            raise InvalidArgumentError(
+                f"row {row} of the output does not begin with the prompt that `cache_for` was given: pass what "
+                "`generate` returned for that prompt, prompt included"
+            )
+        is_filler = np.isin(tokens, [*ends, *pads])
+        is_filler[: len(prompt)] = False
+        end = int(np.flatnonzero(~is_filler)[-1]) + 1 if len(prompt) else 0
+        return tokens[: end + 1] if end < len(tokens) and tokens[end] in ends else tokens

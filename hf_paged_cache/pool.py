@@ -231,6 +231,15 @@ class GroupPool:
             self._grow(count, missing)
         return self.allocator.allocate(count)
 
+    def give_back_memory(self) -> None:
+        """Frees the tensors if no block is held or known. Layers may have other shapes and dtypes afterwards."""
+        if self.allocator.shrink():
+            self._budget.remove(self.num_bytes)
+            self.layers.clear()
+            self._promise()
+            if self.hot is not None:  # whose blocks belong to such as were held here
+                self.hot.give_back_memory()
+
     def check_room(self, count: int, hot_count: int = 0) -> None:
         """Checks that `allocate(count)` would succeed, after `hot.allocate(hot_count)`.
 

@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationMixin
 
 from hf_paged_cache.cache import PagedCache
-from hf_paged_cache.errors import InvalidArgumentError, UnsupportedError
+from hf_paged_cache.errors import CacheStateError, InvalidArgumentError, UnsupportedError
 
 # Inputs with one entry a token in their last dimension.
 _PER_TOKEN = (
@@ -26,7 +26,8 @@ CACHE_ARGUMENT = (
     else "past_key_values"
 )
 
-# Options of `generate` that make it compute the prompt once, whatever the continuation is called with.
+# Options of `generate` that make it compute the prompt once, whatever the continuation is called with. What chooses
+# tokens has no part in it, and `generate` writes to the lists that it is given.
 _ONE_TOKEN = {
     "max_new_tokens": 1,
     "do_sample": False,
@@ -34,6 +35,12 @@ _ONE_TOKEN = {
     "num_return_sequences": 1,
     "return_dict_in_generate": False,
     "streamer": None,
+    "stopping_criteria": None,
+    "logits_processor": None,
+    "min_new_tokens": None,
+    "guidance_scale": None,
+    "assistant_model": None,
+    "prompt_lookup_num_tokens": None,
 }
 
 
@@ -57,6 +64,7 @@ def prefill(model: Any, cache: PagedCache, **inputs: Any) -> PagedCache:
     Raises:
         InvalidArgumentError: there is no prompt, or the cache holds as much or more.
         UnsupportedError: the model is an encoder-decoder; its prompt is the encoder's.
+        CacheStateError: an option of `generate` has computed something else.
     """
     if not isinstance(cache, PagedCache):
         raise InvalidArgumentError(f"prefill fills a PagedCache(model.config), not a {type(cache).__name__}")
@@ -84,4 +92,9 @@ def prefill(model: Any, cache: PagedCache, **inputs: Any) -> PagedCache:
         beginning["inputs_embeds"] = inputs["inputs_embeds"][:, :-1]
     # `generate` prepares positions, masks and images as each model wants them; its one token is not cached.
     model.generate(**(beginning | _ONE_TOKEN | {CACHE_ARGUMENT: cache}))
+    if cache.get_seq_length() != num_tokens - 1:
+        raise CacheStateError(
+            f"the cache holds {cache.get_seq_length()} tokens and not {num_tokens - 1}: an option of `generate` has "
+            "kept the prompt from being computed once. Pass it to the call that follows only"
+        )
     return cache

@@ -1,6 +1,6 @@
 """A batch of prompts as the tokens of its rows."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,10 +50,29 @@ def read_prompts(input_ids: Any, attention_mask: Any) -> Prompts:
     return Prompts(rows, padding, ids.shape[1], why)
 
 
+def inferred_mask(input_ids: Any, pads: Sequence[int], ends: Sequence[int]) -> torch.Tensor | None:
+    """The attention mask that `generate` takes where it is given none: `None` unless there are pad tokens, and these do
+    not end answers too."""
+    if not isinstance(input_ids, torch.Tensor) or not pads or {*pads} & {*ends}:
+        return None
+    mask = torch.isin(input_ids, torch.tensor(pads, device=input_ids.device), invert=True)
+    return None if mask.all() else mask.long()
+
+
 def inputs_beside_tokens(inputs: Mapping[str, Any]) -> list[str]:
-    """The names of inputs that keys and values depend on beside tokens: images, embeddings, positions of one's own."""
+    """The names of inputs that keys and values depend on beside tokens: images, embeddings, positions of one's own,
+    adapters chosen for each row."""
     return sorted(
         name
         for name, value in inputs.items()
-        if isinstance(value, torch.Tensor) and not (name == "token_type_ids" and not value.any())
+        if (name == "adapter_names" and value is not None)
+        or (_holds_arrays(value) and not (name == "token_type_ids" and not torch.as_tensor(value).any()))
     )
+
+
+def _holds_arrays(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_arrays, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_arrays, value))
+    return isinstance(value, torch.Tensor | np.ndarray)

@@ -1,5 +1,6 @@
 """What a store has to know of a model: whether blocks alone can resume its sequences, and where its layers compute."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -8,6 +9,10 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from hf_paged_cache.cache import PagedCache
 from hf_paged_cache.layers import PagedLayer
+
+# Configs of models whose prompts attend in both directions, which nothing in the config says.
+_PREFIX_MODELS = frozenset({"colpali", "paligemma"})
+_PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "audio_token_index")
 
 
 def why_never(cache: PagedCache, config: Any) -> str:
@@ -21,10 +26,26 @@ def why_never(cache: PagedCache, config: Any) -> str:
     text_config = config.get_text_config(decoder=True)
     if getattr(text_config, "cross_attention_layers", None):
         return "some layers attend to an image, which tokens do not tell"
+    if config.model_type in _PREFIX_MODELS or getattr(text_config, "use_bidirectional_attention", None) in (
+        True,
+        "all",
+    ):
+        return "tokens of a prompt attend to later ones, so they depend on what follows"
     changing = _rope_types(getattr(text_config, "rope_parameters", None)) & {"dynamic", "longrope"}
     if changing:
         return f"keys under {changing.pop()!r} rope depend on the length of the sequence that they were computed in"
     return ""
+
+
+def counts_columns(model: Any) -> bool:
+    """Whether a model may count positions from the first column, padding included, so that a text is not the same at
+    another padding: `generate` gives it no positions."""
+    return "position_ids" not in inspect.signature(model.forward).parameters
+
+
+def placeholders(config: Any) -> list[int]:
+    """The tokens of a prompt in whose place images, or other inputs beside tokens, are put."""
+    return [token for name in _PLACEHOLDERS if isinstance(token := getattr(config, name, None), int)]
 
 
 def _rope_types(parameters: Any) -> set[str]:

@@ -1,14 +1,18 @@
 """What holds on to blocks of a `BlockStore` between calls: a conversation, and a pinned prompt."""
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_paged_cache.cache import PagedCache
+from hf_paged_cache.errors import CacheStateError, InvalidArgumentError
 from hf_paged_cache.prefill import CACHE_ARGUMENT
 
 if TYPE_CHECKING:
     from hf_paged_cache.store import BlockStore
+
+logger = logging.getLogger(__name__)
 
 # Options of `generate` that let rows of the batch stand several times.
 _COPIES = ("num_beams", "num_return_sequences")
@@ -31,7 +35,7 @@ class Session:
         salt: see `BlockStore.cache_for`.
 
     Attributes:
-        cache: of the last turn; `None` before the first one.
+        cache: of the last turn, or the one that is being generated; `None` before the first one.
     """
 
     def __init__(self, store: "BlockStore", salt: str | None = None) -> None:
@@ -59,7 +63,12 @@ class Session:
 
         Returns:
             What `generate` returns.
+
+        Raises:
+            InvalidArgumentError: `use_cache=False` is asked for.
         """
+        if inputs.get("use_cache") is False:
+            raise InvalidArgumentError("use_cache=False: a session generates with a cache; call model.generate instead")
         generation_config = inputs.get("generation_config") or self.store.model.generation_config
         asked = {name: inputs.get(name) or getattr(generation_config, name, None) for name in (*_COPIES, *_ASSISTED)}
         cache = self.store.cache_for(
@@ -70,9 +79,13 @@ class Session:
             content_key=content_key,
             **inputs,
         )
-        output = self.store.model.generate(input_ids=input_ids, **inputs, **{CACHE_ARGUMENT: cache})
-        self.store.commit(cache, output)
+        # It holds what it shares with the last turn. The rest of that may make room.
         self.cache = cache
+        output = self.store.model.generate(input_ids=input_ids, **inputs, **{CACHE_ARGUMENT: cache})
+        try:
+            self.store.commit(cache, output)
+        except CacheStateError as error:  # the answer is there all the same
+            logger.warning("a turn is not known to the store: %s", error)
         return output
 
 

@@ -1,7 +1,8 @@
 """`BlockStore`: blocks that outlive a call, found again by the tokens that they hold."""
 
+import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,14 +13,14 @@ from hf_paged_cache.arguments import is_integer
 from hf_paged_cache.cache import PagedCache
 from hf_paged_cache.codecs import KVQuant
 from hf_paged_cache.errors import CacheStateError, InvalidArgumentError, OutOfBlocks, UnsupportedError
-from hf_paged_cache.identity import Namespace
+from hf_paged_cache.identity import Identity, Namespace
 from hf_paged_cache.known_blocks import KnownBlocks
 from hf_paged_cache.model_identity import ModelIdentity
 from hf_paged_cache.origin import Origin
 from hf_paged_cache.prefill import prefill
 from hf_paged_cache.prefix import Match, PrefixNode, tokens_of
-from hf_paged_cache.prompts import Prompts, inputs_beside_tokens, read_prompts
-from hf_paged_cache.resumable import layer_device, why_never
+from hf_paged_cache.prompts import Prompts, inferred_mask, inputs_beside_tokens, read_prompts
+from hf_paged_cache.resumable import counts_columns, layer_device, placeholders, why_never
 from hf_paged_cache.session import Pin, Session
 from hf_paged_cache.sharing import plan_parts
 from hf_paged_cache.store_file import StoreFile, write_store_file
@@ -76,6 +77,7 @@ class BlockStore:
         self._trees: dict[Namespace, PrefixNode] = {}
         self._pins: dict[int, Pin] = {}
         self._counts = Counts()
+        self._dtype: str | None = None
         self._never = why_never(self._root, model.config)
 
     def __repr__(self) -> str:
@@ -112,29 +114,40 @@ class BlockStore:
                 that saves work. Otherwise only what is known already is in the cache.
             salt: nothing is shared between callers with different ones.
             content_key: names what is in the input beside tokens (images, say). Without it nothing is known of a
-                prompt with such inputs.
+                prompt with such inputs. With the inputs, what comes before the first of them is reused; later turns
+                may leave them out and give the key only, and reuse all.
             **inputs: the other inputs of `generate`, if there are any.
 
         Returns:
             The cache; its `stats()` say how many tokens were reused, and why it is not more.
 
         Raises:
-            InvalidArgumentError: an argument has no meaning.
+            InvalidArgumentError: an argument has no meaning, or images that a prompt has places for are neither given
+                nor known.
             OutOfBlocks: `copies` prompts do not fit beside what other caches hold.
         """
         if not is_integer(copies) or copies < 1:
             raise InvalidArgumentError(f"copies={copies!r}: expected at least 1")
+        if attention_mask is None:
+            ends, pads = self._ends_and_pads(inputs)
+            attention_mask = inferred_mask(input_ids, pads, ends)
         prompts = read_prompts(input_ids, attention_mask)
         beside = inputs_beside_tokens(inputs)
         why = self._never or prompts.why_unknown
         if beside and content_key is None:
             why = why or f"the input has {', '.join(beside)} beside tokens, and no content_key= that names them"
+        if prompts.padding.any() and counts_columns(self.model):
+            why = why or "the model takes no positions, so those of padded rows may be others"
         is_unknown = bool(why)
         if not reuse:
             why = why or "reuse=False was asked for"
-        namespace = Namespace(self._identity.current(), salt, content_key)
+        namespace = Namespace(self._current_identity(), salt, content_key)
         num_computed = self._compute_parts(prompts, namespace) if share and not why and not beside else 0
-        cache = self._begin(prompts, namespace, num_computed, why, is_unknown=is_unknown)
+        # Where images are given again, `generate` wants to put them in the place of tokens.
+        stops = placeholders(self.model.config) if content_key is not None else []
+        cache = self._begin(prompts, namespace, num_computed, why, is_unknown=is_unknown, stops=stops if beside else [])
+        if stops and not beside:
+            _check_known(cache, prompts, stops)
         with self._lock:
             self._counts.add_lookup(prompts, cache.origin)
         if copies == 1:
@@ -143,28 +156,36 @@ class BlockStore:
             prefill(self.model, cache, input_ids=input_ids, attention_mask=attention_mask, **inputs)
         return cache.fork(copies)
 
-    def commit(self, cache: PagedCache, output: Any = None) -> int:
+    def commit(self, cache: PagedCache, output: Any) -> int:
         """Makes known what a cache from `cache_for` holds.
 
-        After beam search, which moves rows, the prompts; else all tokens up to the end of each answer.
+        After beam search, which moves rows, the prompts; else all tokens up to the end of each answer. A cache knows no
+        tokens, so the output has to be what was generated with it last.
 
         Args:
             cache: the cache. It can be used further.
             output: what `generate` returned: ids `[batch, tokens]`, prompts included, or an object with `sequences`.
-                `None`: only the prompts become known.
 
         Returns:
             Tokens of all rows that are known now.
 
         Raises:
             InvalidArgumentError: the cache is not of this store, or `output` does not begin with its prompts.
-            CacheStateError: the model has changed since `cache_for`, or a forward pass stopped half-way.
+            CacheStateError: the model has changed since `cache_for`, a forward pass stopped half-way, or the cache was
+                not given the prompts of `cache_for` under their mask.
         """
         if not isinstance(cache, PagedCache) or cache.origin is None or cache.origin.store is not self._known:
             raise InvalidArgumentError("commit takes a cache that `cache_for` of this store has made")
-        origin = cache.origin
-        if origin.is_unknown or not cache.get_seq_length():
+        if cache.origin.is_unknown or not cache.get_seq_length():
             return 0
+        table = cache.groups[0].table
+        origin = cache.origin.for_rows(table.num_rows)
+        if origin is None or (table.padding != np.minimum(origin.padding, table.num_columns)).any():
+            raise CacheStateError(
+                f"the cache has {table.num_rows} rows with {table.padding.tolist()} columns of padding, but "
+                f"`cache_for` was given {len(cache.origin.rows)} with {cache.origin.padding.tolist()}: give it the "
+                "attention_mask that `generate` gets, and `copies` for beams and samples"
+            )
         differences = self._identity.current().differences(origin.namespace.identity, "then")
         if differences:
             raise CacheStateError(
@@ -172,8 +193,8 @@ class BlockStore:
                 "use to later calls"
             )
         cache.check_finished()
-        lengths = cache.groups[0].table.seq_lens.tolist()
-        rows = origin.known_rows(lengths, getattr(output, "sequences", output), self._end_tokens())
+        sequences = getattr(output, "sequences", output)
+        rows = origin.known_rows(table.seq_lens.tolist(), sequences, *self._ends_and_pads({}))
         with self._lock:
             root = self._tree(origin.namespace)
             for row, tokens in enumerate(rows):
@@ -181,6 +202,7 @@ class BlockStore:
             self._known.let_go_of_past(cache.groups)
             num_tokens = sum(len(tokens) for tokens in rows)
             self._counts.committed_tokens += num_tokens
+            cache.origin = origin.committed(rows)
         return num_tokens
 
     def session(self, *, salt: str | None = None) -> Session:
@@ -204,14 +226,18 @@ class BlockStore:
             raise InvalidArgumentError(f"pin takes one prompt, not a batch of {len(prompts.rows)}")
         if self._never:
             raise UnsupportedError(f"nothing can be pinned: {self._never}")
-        namespace = Namespace(self._identity.current(), salt, None)
+        namespace = Namespace(self._current_identity(), salt, None)
         cache = self._compute(prompts.rows[0], namespace)
         with self._lock:
             pin = Pin(cache, self._pins)
         return pin
 
     def clear(self) -> None:
-        """Forgets everything, pins included. Blocks that caches hold stay theirs."""
+        """Forgets everything, pins included. Blocks that caches hold stay theirs; if there are none, memory is freed.
+
+        Caches that nobody has any more, but the garbage collector has not found yet, are no such.
+        """
+        gc.collect()
         with self._lock:
             for pin in list(self._pins.values()):
                 pin.release()
@@ -219,6 +245,8 @@ class BlockStore:
                 self._known.remove(root)
             self._trees.clear()
             self._known.detach()
+            for group in self._root.groups:
+                group.pool.give_back_memory()
 
     def evict(self, num_bytes: int) -> int:
         """Forgets what was used longest ago, until so many bytes of blocks are free for other tokens.
@@ -284,6 +312,7 @@ class BlockStore:
         store = cls(model, memory=memory, kv=file.kv, block_size=file.identity.block_size, backend=backend)
         identity = store._identity.current()
         file.check_identity(identity)
+        store._dtype = identity.dtype
         store._trees = {Namespace(identity, *names): store._known.index.new_root() for names in file.trees}
         store._known.attach(file, list(store._trees.values()), partial(layer_device, model))
         return store
@@ -321,7 +350,14 @@ class BlockStore:
         return runs
 
     def _begin(
-        self, prompts: Prompts, namespace: Namespace, num_computed: int = 0, why: str = "", *, is_unknown: bool = False
+        self,
+        prompts: Prompts,
+        namespace: Namespace,
+        num_computed: int = 0,
+        why: str = "",
+        *,
+        is_unknown: bool = False,
+        stops: Sequence[int] = (),
     ) -> PagedCache:
         """A cache with what is known of the prompts.
 
@@ -329,12 +365,13 @@ class BlockStore:
             num_computed: tokens that this very call has computed and made known.
             why: why nothing may be looked up; empty if it may.
             is_unknown: whether nothing may become known of it either.
+            stops: tokens before which the part that is looked up ends.
         """
         with self._lock:
             cache = self._root.fork()
             for group in cache.groups:
                 group.keeps_past = not is_unknown
-            matches = [] if why else self._matches(prompts, namespace)
+            matches = [] if why else self._matches(prompts, namespace, stops)
             num_columns, why_less = self._common_columns(prompts, matches), why
             try:
                 padding = self._adopt(cache, prompts, matches, num_columns)
@@ -354,9 +391,10 @@ class BlockStore:
             self._known.begin(cache.groups, matches, num_columns, padding)
         return padding
 
-    def _matches(self, prompts: Prompts, namespace: Namespace) -> list[Match]:
+    def _matches(self, prompts: Prompts, namespace: Namespace, stops: Sequence[int] = ()) -> list[Match]:
         root = self._tree(namespace)
-        return [self._known.index.match(root, tokens) for tokens in prompts.rows]
+        ends = [np.append(np.flatnonzero(np.isin(tokens, stops)), len(tokens))[0] for tokens in prompts.rows]
+        return [self._known.index.match(root, tokens[:end]) for tokens, end in zip(prompts.rows, ends, strict=True)]
 
     def _common_columns(self, prompts: Prompts, matches: Sequence[Match], *, in_memory: bool = False) -> int:
         """The last column up to which all rows are known, the last one of the prompts left out; with `in_memory`,
@@ -408,12 +446,37 @@ class BlockStore:
                 self._known.add(cache.groups, 0, self._tree(namespace), tokens)
         return cache
 
-    def _end_tokens(self) -> list[int]:
-        ends = self.model.generation_config.eos_token_id
-        return [] if ends is None else ends if isinstance(ends, list) else [ends]
+    def _current_identity(self) -> Identity:
+        """What the model is now. Blocks are made for one dtype, so with another all are given up."""
+        identity = self._identity.current()
+        with self._lock:
+            if self._dtype not in (None, identity.dtype):
+                self.clear()
+            self._dtype = identity.dtype
+        return identity
+
+    def _ends_and_pads(self, options: Mapping[str, Any]) -> list[list[int]]:
+        """The tokens that end an answer, and those that fill rows up, as `generate` has them with these options."""
+        config = options.get("generation_config") or self.model.generation_config
+        tokens = [options.get(name, getattr(config, name, None)) for name in ("eos_token_id", "pad_token_id")]
+        return [[] if token is None else token if isinstance(token, list) else [token] for token in tokens]
 
     def _tree(self, namespace: Namespace) -> PrefixNode:
         if namespace not in self._trees:
             self._trees = {known: root for known, root in self._trees.items() if root.children is not None}
             self._trees[namespace] = self._known.index.new_root()
         return self._trees[namespace]
+
+
+def _check_known(cache: PagedCache, prompts: Prompts, stops: Sequence[int]) -> None:
+    """Raises `InvalidArgumentError` if inputs beside tokens belong to a part of the prompts that is not in a cache."""
+    num_columns = cache.get_seq_length()
+    missing = sum(
+        int(np.isin(tokens[max(num_columns - pad, 0) :], stops).sum())
+        for tokens, pad in zip(prompts.rows, prompts.padding.tolist(), strict=True)
+    )
+    if missing:
+        raise InvalidArgumentError(
+            f"{missing} tokens of the prompt stand for images or the like that are not known under this content_key: "
+            "pass these inputs to `cache_for` and `generate`"
+        )

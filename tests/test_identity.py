@@ -378,3 +378,14 @@ def test_a_lookup_is_cheap() -> None:
         seconds.append(time.perf_counter() - start)
 
     assert min(seconds) < 0.002
+
+
+def test_changes_of_many_values_do_not_cancel() -> None:
+    """A sign in front of values whose places add up the same on both sides."""
+    model = tiny_llama()
+    model.extra = nn.Parameter(torch.tensor([1.0, -2.0, -3.0, 4.0]))
+    identity = ModelIdentity(model, "raw", 16)
+    before = identity.current()
+    with torch.no_grad():
+        model.extra.neg_()
+    assert identity.current() != before

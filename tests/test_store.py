@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import FalconMambaConfig, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    FalconMambaConfig,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.models.falcon_mamba import FalconMambaForCausalLM
 
 from hf_paged_cache import (
+    CODECS,
     BlockStore,
     CacheStateError,
     InvalidArgumentError,
@@ -122,9 +133,9 @@ class TestOneRow:
     def test_quantized_blocks_are_reused_bit_for_bit(self, model, kv):
         store, ids = make_store(model, kv=kv), words(1, 100)
         cache = store.cache_for(ids)
-        generate(model, cache, ids, max_new_tokens=30)
+        output = generate(model, cache, ids, max_new_tokens=30)
         before = [layer.keys.materialize()[..., :64, :] for layer in cache.layers if layer.is_sliding is False]
-        store.commit(cache)
+        store.commit(cache, output)
         warm = store.cache_for(ids)
         assert warm.stats().reused_tokens == 99
         after = [layer.keys.materialize()[..., :64, :] for layer in warm.layers if layer.is_sliding is False]
@@ -220,6 +231,19 @@ class TestBatches:
         torch.manual_seed(0)
         assert torch.equal(sampled, cold(model, ids, mask, do_sample=True, num_return_sequences=2))
 
+    def test_a_mask_is_inferred_as_generate_infers_it(self, llama):
+        model, store, ids = llama(), make_store(llama()), words(2, 40)
+        ids[0, :9] = 0
+        for expected in (0, 39 + 30):
+            cache = store.cache_for(ids, share=False)
+            assert cache.stats().reused_tokens == expected
+            output = model.generate(ids, max_new_tokens=6, do_sample=False, **{CACHE_ARGUMENT: cache})
+            assert torch.equal(output, cold(model, ids, (ids != 0).long()))
+            store.commit(cache, output)
+        ids[0, 20] = 0
+        assert "hides tokens" in store.cache_for(ids).stats().why
+        assert store.cache_for(ids, torch.ones_like(ids)).stats().why == ""
+
     def test_holes_in_the_mask_are_computed_and_not_kept(self, llama):
         store, ids = make_store(llama()), words(2, 40)
         mask = torch.ones_like(ids)
@@ -282,6 +306,92 @@ class TestCommit:
             output, attention_mask=torch.ones_like(output), prompt_lookup_num_tokens=3, max_new_tokens=6
         )
         assert torch.equal(again, cold(model, output))
+
+    def test_turns_that_end_inside_of_a_sequence_are_kept(self, llama):
+        model, ids = llama(), words(1, 20)
+        model.generation_config.eos_token_id = [9]
+        try:
+            store = make_store(model)
+            cache = store.cache_for(ids)
+            output = generate(model, cache, ids, suppress_tokens=[*range(8), 9])
+            store.commit(cache, output)
+            longer = torch.cat([output, torch.tensor([[9]]), words(1, 12, seed=1)], dim=1)
+            output = generate(model, cache, longer, suppress_tokens=[*range(8), 9])
+            assert store.commit(cache, output) == output.shape[1] - 1
+        finally:
+            model.generation_config.eos_token_id = None
+
+    def test_what_was_cropped_is_not_known(self, llama):
+        model, store, ids = llama(), make_store(llama()), words(1, 40)
+        cache = store.cache_for(ids)
+        old = generate(model, cache, ids)
+        cache.crop(-30)
+        other = torch.cat([ids[:, :15], words(1, 25, seed=1)], dim=1)
+        generate(model, cache, other)
+        assert store.commit(cache, old) == 15
+        output, reused = turn(store, ids)
+        assert reused == 15
+        assert torch.equal(output, cold(model, ids))
+
+    def test_what_was_committed_stays_what_the_cache_begins_with(self, llama):
+        model, store, ids = llama(), make_store(llama()), words(1, 40)
+        cache = store.cache_for(ids)
+        output = generate(model, cache, ids)
+        store.commit(cache, output)
+        written_differently = torch.cat([output, words(1, 9, seed=1)], dim=1)
+        written_differently[0, 42] = FIRST_WORD + (written_differently[0, 42] == FIRST_WORD)
+        output = generate(model, cache, written_differently)
+        with pytest.raises(InvalidArgumentError, match="does not begin with"):
+            store.commit(cache, output)
+
+    def test_more_tokens_than_the_output_has_are_not_known(self, llama):
+        model, store, ids = llama(), make_store(llama()), words(1, 40)
+        cache = store.cache_for(ids)
+        output = generate(model, cache, ids, use_cache=False)
+        with pytest.raises(CacheStateError, match="use_cache=False"):
+            store.commit(cache, output)
+
+    def test_another_mask_than_that_of_the_lookup_is_noticed(self, llama):
+        store, ids = make_store(llama()), words(1, 40)
+        cache = store.cache_for(ids, torch.ones_like(ids))
+        mask = torch.ones_like(ids)
+        mask[0, :9] = 0
+        output = generate(llama(), cache, ids, mask)
+        with pytest.raises(CacheStateError, match="attention_mask that `generate` gets"):
+            store.commit(cache, output)
+
+    def test_copies_that_nobody_asked_for(self, llama):
+        model, store, ids = llama(), make_store(llama()), words(2, 40)
+        cache = store.cache_for(ids, share=False)
+        output = generate(model, cache, ids, num_beams=3)
+        assert torch.equal(output, cold(model, ids, num_beams=3))
+        assert store.commit(cache, output) == 6 * 40
+        cache = store.cache_for(words(2, 40, seed=1), share=False)
+        output = generate(model, cache, words(2, 40, seed=1), do_sample=True, num_return_sequences=2)
+        assert store.commit(cache, output) == 4 * 45
+        with pytest.raises(InvalidArgumentError, match="expected what `generate` returned"):
+            store.commit(cache, output[0])
+        with pytest.raises(InvalidArgumentError, match="the output has 3 rows, but the cache has 4"):
+            store.commit(cache, output[:3])
+
+    @pytest.mark.parametrize("kv", [*CODECS])
+    def test_tokens_that_fill_no_block(self, llama, kv):
+        store = make_store(llama(), kv=kv)
+        for length in (1, 2, SIZE - 6, SIZE - 5, SIZE + 1):
+            output, _ = turn(store, words(1, length, seed=length))
+            assert store.cache_for(output).stats().reused_tokens == length + 5
+        batch = torch.cat([words(1, 40), words(1, 40)]), (torch.arange(40)[None] >= torch.tensor([[0], [34]])).long()
+        turn(store, *batch)
+        assert store.cache_for(words(1, 40)).stats().reused_tokens == 39
+        check_conserved(store)
+
+    def test_after_beam_search_the_prompts_are_checked_too(self, llama):
+        store, ids = make_store(llama()), words(2, 40)
+        cache = store.cache_for(ids, copies=2)
+        output = generate(llama(), cache, ids, num_beams=2)
+        with pytest.raises(InvalidArgumentError, match="row 0 of the output does not begin"):
+            store.commit(cache, output.flip(0))
+        assert store.commit(cache, output) == 4 * 40
 
     def test_a_cache_can_go_on_after_it(self, model):
         store, ids = make_store(model), words(1, 40)
@@ -348,6 +458,15 @@ class TestIdentity:
         model.eval()
         assert store.commit(cache, output) == 45
 
+    def test_a_model_of_another_dtype_begins_anew(self, llama):
+        model = copy.deepcopy(llama())
+        store, ids = make_store(model), words(1, 40)
+        turn(store, ids)
+        model.to(torch.bfloat16)
+        assert torch.equal(turn(store, ids)[0], cold(model, ids))
+        assert turn(store, ids)[1] == 39
+        check_conserved(store)
+
     def test_invalidate_forgets(self, llama):
         store, ids = make_store(llama()), words(1, 40)
         turn(store, ids)
@@ -371,10 +490,13 @@ class TestIdentity:
     def test_inputs_beside_tokens_need_a_key(self, llama):
         store, ids = make_store(llama()), words(1, 40)
         turn(store, ids)
+        for images in (torch.zeros(1, 3, 4, 4), [torch.zeros(3, 4, 4)]):
+            assert store.cache_for(ids, pixel_values=images).get_seq_length() == 0
+        assert store.cache_for(ids, adapter_names=["a"]).get_seq_length() == 0
         cache = store.cache_for(ids, pixel_values=torch.zeros(1, 3, 4, 4), token_type_ids=torch.zeros_like(ids))
         assert cache.get_seq_length() == 0
         assert cache.stats().why == "the input has pixel_values beside tokens, and no content_key= that names them"
-        assert store.commit(cache) == 0
+        assert store.commit(cache, ids) == 0
         assert store.cache_for(ids, token_type_ids=torch.zeros_like(ids)).get_seq_length() == 39
 
 
@@ -487,6 +609,17 @@ class TestSessions:
                 history = torch.cat([output[:1], words(1, 5, seed=known)], dim=1)
         check_conserved(store)
 
+    def test_the_lists_of_a_caller_stay_as_they_are(self, llama):
+        store, ids, criteria = make_store(llama()), words(1, 40), StoppingCriteriaList([MaxLengthCriteria(44)])
+        options = {"num_beams": 2, "stopping_criteria": criteria}
+        output = store.session().generate(ids, attention_mask=torch.ones_like(ids), **options)
+        assert torch.equal(output, cold(llama(), ids, **options, max_new_tokens=4))
+        assert len(criteria) == 1
+
+    def test_generating_without_a_cache_is_refused(self, llama):
+        with pytest.raises(InvalidArgumentError, match="use_cache=False"):
+            make_store(llama()).session().generate(words(1, 4), use_cache=False)
+
     def test_its_last_turn_is_not_evicted(self, llama):
         store, ids = make_store(llama()), words(1, 40)
         chat = store.session(salt="me")
@@ -496,6 +629,24 @@ class TestSessions:
         chat.close()
         store.evict(10**9)
         assert store.cache_for(output, salt="me").get_seq_length() == 0
+
+
+def test_a_cache_of_a_store_is_not_pickled(llama):
+    store, ids = make_store(llama()), words(1, 20)
+    cache = store.cache_for(ids)
+    generate(llama(), cache, ids)
+    with pytest.raises(UnsupportedError, match=r"store.save"):
+        pickle.dumps(cache)
+    assert copy.deepcopy(cache).origin.rows[0].tolist() == ids[0].tolist()
+
+
+def test_autocast_is_another_identity(llama):
+    store, ids = make_store(llama()), words(1, 40)
+    turn(store, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert turn(store, ids)[1] == 0
+    assert turn(store, ids)[1] == 0
+    assert turn(store, ids)[1] == 39
 
 
 def test_threads_may_share_a_store(model):
@@ -536,6 +687,41 @@ class TestModels:
         config = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
         with pytest.raises(UnsupportedError, match="encoder"):
             make_store(T5ForConditionalGeneration(config))
+
+    def test_prompts_that_attend_in_both_directions_are_not_reused(self, llama):
+        model = copy.deepcopy(llama())
+        model.config.use_bidirectional_attention = True
+        assert "depend on what follows" in make_store(model).cache_for(words(1, 20)).stats().why
+
+    def test_padded_rows_of_models_that_count_columns_are_not_reused(self, prompts):
+        config = BartConfig(
+            vocab_size=VOCABULARY, d_model=16, decoder_layers=1, decoder_attention_heads=2, pad_token_id=0
+        )
+        config.is_encoder_decoder = False
+        model = BartForCausalLM(config).eval()
+        store, batch = make_store(model), prompts(30, 18)
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        cache = store.cache_for(ids, mask)
+        assert "takes no positions" in cache.stats().why
+        assert store.commit(cache, generate(model, cache, ids, mask)) == 0
+        alone = ids[:1]
+        turn(store, alone)
+        assert turn(store, alone)[1] == 29
+
+    def test_images_are_given_once(self, llama):
+        """Placeholders as Llava has them; the images themselves matter to nobody here but the key."""
+        model = copy.deepcopy(llama())
+        model.config.image_token_id = image = FIRST_WORD
+        store, ids = make_store(model), words(1, 40).clamp(min=FIRST_WORD + 1)
+        ids[0, 10:20] = image
+        pixels = {"pixel_values": torch.zeros(1, 3, 4, 4), "content_key": "a"}
+        cache = store.cache_for(ids, **pixels)
+        output = generate(model, cache, ids)
+        store.commit(cache, output)
+        assert store.cache_for(output, **pixels).stats().reused_tokens == 10
+        assert store.cache_for(output, content_key="a").stats().reused_tokens == 45
+        with pytest.raises(InvalidArgumentError, match="10 tokens of the prompt stand for images"):
+            store.cache_for(output, content_key="b")
 
     @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
     def test_keys_that_depend_on_the_length_are_not_reused(self, llama, rope_type):

@@ -82,12 +82,12 @@ class StoreMachine(RuleBasedStateMachine):
     def commit(self, data: st.DataObject) -> None:
         place = self.pick(data)
         store, cache, rows = self.live[place]
-        if rows[0][: len(cache.origin.rows[0])] != cache.origin.rows[0].tolist()[: len(rows[0])]:
-            return
-        if len(rows[0]) < len(cache.origin.rows[0]):
-            store.commit(cache)  # what there is of the prompt
-        else:
-            store.commit(cache, torch.tensor(rows))
+        known = [tokens.tolist() for tokens in cache.origin.rows]
+        if len(known) != len(rows) or any(
+            row[: len(begins)] != begins for row, begins in zip(rows, known, strict=True)
+        ):
+            return  # cut, and gone on with something else
+        store.commit(cache, torch.tensor(rows))
         self.seen = [*self.seen, rows[0]][-8:]
 
     @precondition(lambda self: self.live)
@@ -100,6 +100,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         for group in cache.groups:
             group.crop(kept)
+        cache.origin = cache.origin.cropped(kept)
         self.live[place] = (store, cache, [row[:kept] for row in rows])
 
     @precondition(lambda self: self.live and len(self.live) < 4)

@@ -411,7 +411,8 @@ class TestLazily:
         assert answer(loaded, tokens(50))[1] == 0
         check_unheld(loaded)
 
-    def test_keys_of_another_dtype_are_refused(self, model, tokens, path):
+    def test_keys_of_a_dtype_that_nothing_tells_are_refused(self, model, tokens, path, monkeypatch):
+        monkeypatch.setattr("hf_paged_cache.model_identity._autocast", lambda model: "")
         store = make_store(model)
         learn(store, tokens(50))
         store.save(path)
@@ -420,6 +421,16 @@ class TestLazily:
             learn(loaded, tokens(20, seed=1))
         with pytest.raises(StoreFileError, match=r"layer 0 now has .*bfloat16.*saved with .*float32"):
             loaded.cache_for(tokens(50))
+        check_unheld(loaded)
+
+    def test_a_model_of_another_dtype_gives_the_file_up(self, model, tokens, path):
+        store = make_store(model)
+        learn(store, tokens(50))
+        store.save(path)
+        loaded = BlockStore.load(path, model, memory="4MiB")
+        with torch.autocast("cpu", torch.bfloat16):
+            learn(loaded, tokens(20, seed=1))
+        assert loaded.cache_for(tokens(50)).stats().reused_tokens == 0
         check_unheld(loaded)
 
 
