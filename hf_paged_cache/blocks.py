@@ -122,15 +122,14 @@ class BlockAllocator:
         self._references[block_ids] = 1
         return block_ids
 
-    def evict(self) -> int:
-        """Makes the reusable block that was released longest ago a free one, and returns its id."""
+    def evict(self) -> None:
+        """Makes the reusable block that was released longest ago a free one."""
         block_id, _ = self._reusable.popitem(last=False)
         self._retained.discard(block_id)
         self._free.append(block_id)
         self.evictions += 1
         if self.on_evict is not None:
             self.on_evict(block_id)
-        return block_id
 
     def acquire(self, block_ids: np.ndarray, times: int = 1) -> None:
         """Adds `times` references to each of `block_ids`, which may repeat. Null blocks are passed over.

@@ -365,11 +365,10 @@ class KnownBlocks:
 
     def _kinds_of_blocks(self) -> list[tuple[int | None, bool]]:
         """For each kind the window of its layers, and whether it is the hot one."""
-        both = [[(kinds.window, False), (kinds.window, True)] for kinds in self._groups]
         return [
-            kind
-            for kinds, of_group in zip(self._groups, both, strict=True)
-            for kind in of_group[: 1 if kinds.hot is None else 2]
+            (kinds.window, is_hot)
+            for kinds in self._groups
+            for is_hot in ((False,) if kinds.hot is None else (False, True))
         ]
 
     def _geometries(self) -> list[dict[int, Geometry]]:

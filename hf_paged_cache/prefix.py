@@ -200,7 +200,7 @@ class PrefixIndex:
             for kind, block_id in enumerate(own):
                 # What a longer run has is known of it; what a shorter one has is its own.
                 if block_id and not node.blocks[kind] and len(node.run) == len(run):
-                    self._register(node, kind, block_id)
+                    self.set_block(node, kind, block_id)
                     result.taken.append((kind, block_id))
             result.nodes.append(node)
         return result
@@ -212,7 +212,11 @@ class PrefixIndex:
 
     def set_block(self, node: PrefixNode, kind: int, block_id: int) -> None:
         """Gives a run a block of a kind that it has none of."""
-        self._register(node, kind, block_id)
+        node.blocks = (*node.blocks[:kind], block_id, *node.blocks[kind + 1 :])
+        nodes = self._nodes[kind]
+        if block_id >= len(nodes):
+            nodes.extend([None] * (block_id + 1 - len(nodes)))
+        nodes[block_id] = node
 
     def add_saved(self, parent: PrefixNode, tokens: np.ndarray, place: int) -> PrefixNode:
         """Makes a run known that is in a file, at this place, after `parent`: int `[n]` tokens, new to it."""
@@ -286,13 +290,6 @@ class PrefixIndex:
             node.parent.remove(node)
             self.num_nodes -= 1
             node = node.parent
-
-    def _register(self, node: PrefixNode, kind: int, block_id: int) -> None:
-        node.blocks = (*node.blocks[:kind], block_id, *node.blocks[kind + 1 :])
-        nodes = self._nodes[kind]
-        if block_id >= len(nodes):
-            nodes.extend([None] * (block_id + 1 - len(nodes)))
-        nodes[block_id] = node
 
     def _unregister(self, node: PrefixNode, kind: int) -> None:
         self._nodes[kind][node.blocks[kind]] = None
