@@ -38,7 +38,8 @@ def test_floating_point_numbers(dtype: torch.dtype, number: int, dim: int) -> No
     count = len(numbers) // (dim + 2)
     states = numbers[: count * (dim + 2)].view(count, dim + 2)
     rows, width = room_for(count, dim)
-    tiles.copy_rows(states.data_ptr(), number, dim + 2, rows.data_ptr(), dim, width, count)
+    stride = (dim + 2) * dtype.itemsize
+    tiles.copy_rows(states.data_ptr(), number, stride, rows.data_ptr(), dim, width, count)
     assert_same_bits(rows, states[:, :dim].float())
 
 

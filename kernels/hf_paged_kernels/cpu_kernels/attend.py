@@ -12,9 +12,10 @@ from numba import carray, njit
 
 from hf_paged_kernels.cpu_kernels.call import CALL, PIECE_TYPE
 from hf_paged_kernels.cpu_kernels.compiled import FLAGS, c_function, checksum
-from hf_paged_kernels.cpu_kernels.tiles import TILE, floats, tile_of
+from hf_paged_kernels.cpu_kernels.tiles import STRIP, TILE, fetch_strip, floats, locate, strip_of
 from hf_paged_kernels.cpu_kernels.vectors import (
     LANES,
+    LINE_BYTES,
     float_of_bits,
     make_accumulate,
     make_dots,
@@ -26,7 +27,7 @@ from hf_paged_kernels.cpu_kernels.vectors import (
 MINUS_INFINITY = np.float32(-np.inf)
 LOG2_E = np.float32(1.4426950408889634)
 LN_2 = np.float32(0.6931471805599453)
-LINE = 16  # floats of a cache line
+LINE = LINE_BYTES // 4  # floats of a cache line
 PIECE_BYTES = PIECE_TYPE.itemsize
 NEXT_PIECE, NEXT_SCRATCH = (CALL.fields[name][1] for name in ("next_piece", "next_scratch"))
 
@@ -68,6 +69,25 @@ def hyperbolic_tangent(x):
     square = x * x
     series = x * (np.float32(1) + square * (np.float32(-1 / 3) + square * np.float32(2 / 15)))
     return series if abs(x) < np.float32(0.03) else (-tangent if x < 0 else tangent)
+
+
+@njit(**FLAGS)
+def score(queries, keys, key_stride, width, count, scores, num_rows):
+    """The products of each of the queries `[num_rows, width]` with `count` keys, into `scores` `[num_rows, TILE]`.
+
+    They are made `LANES` at a time; those from `count` on mean nothing.
+    """
+    num_vectors = width // LANES
+    for start in range(0, count, LANES):
+        some_keys = keys + start * key_stride * 4
+        for row in range(num_rows):
+            query, products = queries + row * width * 4, scores + (row * TILE + start) * 4
+            if num_vectors == 4:
+                dots_4(query, some_keys, key_stride, num_vectors, products)
+            elif num_vectors == 8:
+                dots_8(query, some_keys, key_stride, num_vectors, products)
+            else:
+                dots_any(query, some_keys, key_stride, num_vectors, products)
 
 
 @njit(**FLAGS)
@@ -159,23 +179,19 @@ def attend_piece(call, piece, scratch):
             target[i] = np.float32(0)
 
     first = piece.first
+    key_place = locate(call, key, row, kv_head, first, first >= fresh_from, past)
     while first < last:
         if first < fresh_from:
             end = min(last, fresh_from, first + TILE, (first // call.block_size + 1) * call.block_size)
         else:
             end = min(last, first + TILE)
         count = end - first
-        keys, key_stride = tile_of(call, key, True, row, kv_head, first, count, first >= fresh_from, past, room)
-        for start in range(0, count, LANES):
-            tile_keys, num_vectors = keys + start * key_stride * 4, key.width // LANES
-            for r in range(num_rows):
-                query, products = queries + r * key.width * 4, scores + (r * TILE + start) * 4
-                if num_vectors == 4:
-                    dots_4(query, tile_keys, key_stride, num_vectors, products)
-                elif num_vectors == 8:
-                    dots_8(query, tile_keys, key_stride, num_vectors, products)
-                else:
-                    dots_any(query, tile_keys, key_stride, num_vectors, products)
+        value_place = locate(call, value, row, kv_head, first, first >= fresh_from, past)
+        for start in range(0, count, STRIP):
+            size = min(count - start, STRIP)
+            fetch_strip(value_place, start, size)
+            keys, key_stride = strip_of(call, key, True, key_place, start, size, room)
+            score(queries, keys, key_stride, key.width, size, scores + start * 4, num_rows)
         if has_cap:
             cap = np.float32(call.softcap)
             for r in range(num_rows):
@@ -209,8 +225,14 @@ def attend_piece(call, piece, scratch):
                 row_scores[i] = weight
                 total += weight
             totals[r] += total
-        values, value_stride = tile_of(call, value, False, row, kv_head, first, count, first >= fresh_from, past, room)
-        add_weighted(scores, values, value_stride, count, scratch, value.width, num_rows)
+        if end < last:
+            key_place = locate(call, key, row, kv_head, end, end >= fresh_from, past)
+        for start in range(0, count, STRIP):
+            size = min(count - start, STRIP)
+            if end < last:
+                fetch_strip(key_place, start, size)
+            values, value_stride = strip_of(call, value, False, value_place, start, size, room)
+            add_weighted(scores + start * 4, values, value_stride, size, scratch, value.width, num_rows)
         first = end
     return num_rows
 

@@ -14,7 +14,7 @@ from hf_paged_kernels.cpu_kernels.checks import check_attention
 from hf_paged_kernels.cpu_kernels.operands import NOTHING, address_of, operand
 from hf_paged_kernels.cpu_kernels.plan import Plan, make_plan
 from hf_paged_kernels.cpu_kernels.stored import Format, Stored, StoredPart, stored, unsupported_blocks
-from hf_paged_kernels.cpu_kernels.tiles import TILE
+from hf_paged_kernels.cpu_kernels.tiles import STRIP, TILE
 from hf_paged_kernels.cpu_kernels.workspace import Workspaces
 from hf_paged_kernels.layout import Blocks, KVBlocks, in_model_dtype
 from hf_paged_kernels.step import StepMetadata
@@ -159,8 +159,8 @@ def _prepare(
 
 
 def _make_workspace(plan: Plan, key: Format, value: Format, num_threads: int) -> _Workspace:
-    tile_floats = TILE * max(key.width, value.width) + max(key.scale_floats, value.scale_floats)
-    scratch_floats = plan.max_rows * (2 + value.width + key.width + TILE) + LINE + tile_floats
+    strip_floats = STRIP * max(key.width, value.width)
+    scratch_floats = plan.max_rows * (2 + value.width + key.width + TILE) + LINE + strip_floats
     scratch_bytes = -(-scratch_floats * 4 // _ALIGNMENT) * _ALIGNMENT
     scratch = torch.empty(num_threads * scratch_bytes + _ALIGNMENT, dtype=torch.uint8, device="cpu")
     partials = finished = None

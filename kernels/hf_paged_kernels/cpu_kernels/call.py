@@ -69,7 +69,6 @@ PART = (
     "dtype",  # of exact and fresh ones, see `DTYPES`
     "bits",  # of a code; 0: e4m3
     "group",  # of codes that have scale and zero for several tokens or channels
-    "scale_floats",  # memory that their scales and zeros take while a tile is decoded
 )
 
 _PART_TYPE = np.dtype([(name, np.int64) for name in PART])

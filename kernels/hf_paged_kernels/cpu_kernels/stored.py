@@ -5,7 +5,6 @@ from typing import NamedTuple
 import torch
 
 from hf_paged_kernels.cpu_kernels.call import DTYPES
-from hf_paged_kernels.cpu_kernels.tiles import TILE
 from hf_paged_kernels.cpu_kernels.vectors import LANES
 from hf_paged_kernels.grouped import HotColdBlocks
 from hf_paged_kernels.layout import Blocks, KVBlocks, Part
@@ -20,7 +19,6 @@ class Format(NamedTuple):
     dtype: int
     bits: int
     group: int
-    scale_floats: int
 
 
 class StoredPart(NamedTuple):
@@ -88,13 +86,12 @@ def _stored_part(blocks: KVBlocks | ScaledBlocks | HotColdBlocks, part: Part) ->
     dtype = blocks.dtype if isinstance(blocks, ScaledBlocks) else plane.dtype
     number = DTYPES.get(dtype, -1)
     if isinstance(blocks, KVBlocks):
-        return StoredPart(Format(dim, width, number, 0, 0, 0), dtype, plane)
+        return StoredPart(Format(dim, width, number, 0, 0), dtype, plane)
     if isinstance(blocks, ScaledBlocks):
         bits = 8 if blocks.code_dtype == torch.int8 else 0
-        return StoredPart(Format(dim, width, number, bits, 0, 0), dtype, None, plane, getattr(blocks, f"{part}_scale"))
+        return StoredPart(Format(dim, width, number, bits, 0), dtype, None, plane, getattr(blocks, f"{part}_scale"))
     cold = blocks.cold
     codes, scale, zero, bits = (getattr(cold, f"{part}{name}") for name in ("", "_scale", "_zero", "_bits"))
     # Tokens, or channels, that share a scale.
     group = codes.shape[2] // scale.shape[2] if part == "key" else dim // scale.shape[-1]
-    scale_floats = 2 * (width if part == "key" else TILE * dim // group)
-    return StoredPart(Format(dim, width, number, bits, group, scale_floats), dtype, plane, codes, scale, zero)
+    return StoredPart(Format(dim, width, number, bits, group), dtype, plane, codes, scale, zero)

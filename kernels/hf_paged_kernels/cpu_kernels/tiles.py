@@ -1,4 +1,4 @@
-"""Tiles of keys or values as float32: read where they lie if they are, else decoded into memory of the thread."""
+"""Strips of keys or values as float32: read where they lie if they are, else decoded into memory of the thread."""
 
 from collections.abc import Callable
 
@@ -8,6 +8,7 @@ from numba import carray, njit
 from hf_paged_kernels.cpu_kernels.compiled import FLAGS
 from hf_paged_kernels.cpu_kernels.vectors import (
     LANES,
+    fetch_ahead,
     float_of_bfloats,
     float_of_bits,
     float_of_e4m3s,
@@ -20,12 +21,16 @@ from hf_paged_kernels.cpu_kernels.vectors import (
 )
 
 TILE = 64
-"""Tokens that are attended to at a time, at most."""
+"""Tokens whose scores are made into weights at a time, at most."""
+
+STRIP = 32
+"""Tokens of a tile that are read at a time, at most. Whole vectors of scores."""
 
 WIDE = 4
 """Vectors of a token that are decoded at a time, of those there are."""
 
-unpack_by_channel, unpack_by_token = make_unpack(by_channel=True), make_unpack(by_channel=False)
+pairs_by_channel, ones_by_channel = (make_unpack(by_channel=True, num_vectors=count) for count in (2, 1))
+pairs_by_token, ones_by_token = (make_unpack(by_channel=False, num_vectors=count) for count in (2, 1))
 
 
 @njit(**FLAGS)
@@ -34,8 +39,23 @@ def floats(address, count):
 
 
 @njit(**FLAGS)
-def locate(call, part, row, kv_head, token):
-    """Where a token of a row is stored: its address, and its slot among codes, -1 for an exact one."""
+def locate(call, part, row, kv_head, token, is_fresh, past):
+    """Where a token of a row is.
+
+    Args:
+        call: record, see `CALL`.
+        part: what the record says about keys or about values.
+        is_fresh: whether it is one of the new ones that are not in blocks.
+        past: tokens of the row before its new ones.
+
+    Returns:
+        Its address, the bytes from there to the next token, its slot among codes, -1 for an exact one, and how many
+        tokens from it on are in its block, 0 for a fresh one.
+    """
+    if is_fresh:
+        index = row * part.fresh_batch + kv_head * part.fresh_head + (token - past) * part.fresh_token
+        stride = part.fresh_token * bytes_of(part.dtype)
+        return part.fresh + index * bytes_of(part.dtype), stride, np.int64(-1), np.int64(0)
     size = call.block_size
     block, offset = token // size, token % size
     place = row * call.max_blocks + block
@@ -46,51 +66,53 @@ def locate(call, part, row, kv_head, token):
     block_id = np.int64(carray(pointer(call.table), (place + 1,), np.int32)[place])
     if part.codes == 0 or hot_block >= 0:
         exact_block = hot_block if hot_block >= 0 else block_id
+        stride = part.dim * bytes_of(part.dtype)
         slot = (kv_head * num_exact + exact_block) * size + offset
-        return part.exact + slot * part.dim * bytes_of(part.dtype), np.int64(-1)
+        return part.exact + slot * stride, stride, np.int64(-1), size - offset
+    stride = part.dim if part.zero == 0 else part.dim * part.bits // 8
     slot = (kv_head * call.num_blocks + block_id) * size + offset
-    token_bytes = part.dim if part.zero == 0 else part.dim * part.bits // 8
-    return part.codes + slot * token_bytes, slot
+    return part.codes + slot * stride, stride, slot, size - offset
 
 
 @njit(**FLAGS)
-def tile_of(call, part, is_key, row, kv_head, first, count, is_fresh, past, room):
-    """The tokens `first .. first + count - 1` of a row, which lie in one block or are all new.
+def fetch_strip(place, start, count):
+    """Asks for `count` tokens from the `start`-th on at a place, as `locate` gives it, unless they are fresh."""
+    address, stride, _, in_block = place
+    if in_block > 0:
+        fetch_ahead(address + start * stride, count * stride)
+
+
+@njit(**FLAGS)
+def strip_of(call, part, is_key, place, start, count, room):
+    """The `count` tokens from the `start`-th on at a place, as `locate` gives it, all in one block or all fresh.
 
     Args:
         call: record, see `CALL`.
         part: what the record says about keys or about values.
-        past: tokens of the row before its new ones.
-        room: address of memory for `part.scale_floats` floats and `TILE + LANES` times `width`.
+        room: address of memory for `STRIP * width` floats.
 
     Returns:
         Address of float32 `[count, >= width]`, and the floats from token to token. `LANES` tokens at a time may be
         read, though those from `count` on mean nothing.
     """
     dim, width = part.dim, part.width
-    target = room + part.scale_floats * 4
-    if is_fresh:
-        index = row * part.fresh_batch + kv_head * part.fresh_head + (first - past) * part.fresh_token
-        address = part.fresh + index * bytes_of(part.dtype)
-        copy_rows(address, part.dtype, part.fresh_token, target, dim, width, count)
-        return target, width
-    address, slot = locate(call, part, row, kv_head, first)
-    size, offset = call.block_size, first % call.block_size
+    address, stride, slot, in_block = place
+    address, slot = address + start * stride, slot + start if slot >= 0 else slot
     if slot < 0:
-        if part.dtype == 0 and dim == width and offset + -(-count // LANES) * LANES <= size:
+        if part.dtype == 0 and dim == width and start + -(-count // LANES) * LANES <= in_block:
             return address, dim
-        copy_rows(address, part.dtype, dim, target, dim, width, count)
+        copy_rows(address, part.dtype, stride, room, dim, width, count)
     elif part.zero == 0:
-        decode_scaled(address, part.scale + slot * 2, part.bits, target, dim, width, count)
+        decode_scaled(address, part.scale + slot * 2, part.bits, room, dim, width, count)
     elif is_key:
+        size, offset = call.block_size, call.block_size - in_block + start
         groups = slot // size * (size // part.group) * dim * 2
-        decode_keys(address, part.scale + groups, part.zero + groups, part.bits, part.group, offset, room, target, dim,
-                    width, count)  # fmt: skip
+        decode_keys(address, part.scale + groups, part.zero + groups, part.bits, part.group, offset, room, dim, width,
+                    count)  # fmt: skip
     else:
         groups = slot * (dim // part.group) * 2
-        decode_values(address, part.scale + groups, part.zero + groups, part.bits, part.group, room, target, dim, width,
-                      count)  # fmt: skip
-    return target, width
+        decode_values(address, part.scale + groups, part.zero + groups, part.bits, part.group, room, dim, width, count)
+    return room, width
 
 
 @njit(**FLAGS)
@@ -127,28 +149,28 @@ rows_of_int8s, rows_of_e4m3s = _make_rows(float_of_int8s, 1, 1.0), _make_rows(fl
 
 @njit(**FLAGS)
 def copy_rows(source, dtype, stride, target, dim, width, count):
-    """Rows of floating-point numbers as float32."""
+    """Rows of floating-point numbers, `stride` bytes apart, as float32."""
     nothing = np.int64(0)
     if dtype == 0 or dim < LANES:
         for token in range(count):
-            copy_numbers(source, dtype, token * stride, target + token * width * 4, dim)
+            copy_numbers(source + token * stride, dtype, target + token * width * 4, dim)
     elif dtype == 1:
-        rows_of_bfloats(source, stride * 2, nothing, dim, count, target, width)
+        rows_of_bfloats(source, stride, nothing, dim, count, target, width)
     else:
-        rows_of_halves(source, stride * 2, nothing, dim, count, target, width)
+        rows_of_halves(source, stride, nothing, dim, count, target, width)
     clear(target, dim, width, count)
 
 
 @njit(**FLAGS)
-def copy_numbers(source, dtype, place, target, dim):
-    """The `dim` numbers from `place` on, one by one."""
+def copy_numbers(source, dtype, target, dim):
+    """`dim` numbers, one by one."""
     out = floats(target, dim)
     if dtype == 0:
-        states = floats(source + place * 4, dim)
+        states = floats(source, dim)
         for i in range(dim):
             out[i] = states[i]
     else:
-        bits = carray(pointer(source + place * 2), (dim,), np.uint16)
+        bits = carray(pointer(source), (dim,), np.uint16)
         for i in range(dim):
             out[i] = float_of_bits(np.int32(bits[i]) << np.int32(16)) if dtype == 1 else float_of_half(bits[i])
 
@@ -179,54 +201,45 @@ def decode_scaled(codes, scales, bits, target, dim, width, count):
 @njit(**FLAGS)
 def decode_codes(codes, scale, bits, target, dim):
     """The `dim` codes of a token, one by one."""
-    wide = float_of_half(carray(pointer(scale), (1,), np.uint16)[0])
+    wide = half_at(scale, 0)
     patterns, out = carray(pointer(codes), (dim,), np.uint8), floats(target, dim)
     for i in range(dim):
         out[i] = (np.float32(np.int8(patterns[i])) if bits == 8 else float_of_e4m3(patterns[i])) * wide
 
 
 @njit(**FLAGS)
-def decode_keys(codes, scales, zeros, bits, group, offset, room, target, dim, width, count):
+def decode_keys(codes, scales, zeros, bits, group, offset, target, dim, width, count):
     """Codes with scale and zero for each channel of a group of tokens, see `hf_paged_kernels.grouped`.
 
     Args:
         offset: place of the first token in its block.
-        room: address of memory for `2 * width` floats.
     """
     run = dim * bits // 8
     first = np.int64(0)
     while first < count:
         place = (offset + first) // group
         tokens = min((place + 1) * group - offset, count) - first
-        widen(scales + place * dim * 2, dim, room)
-        widen(zeros + place * dim * 2, dim, room + width * 4)
         packed, out = codes + first * run, target + first * width * 4
         for channel in range(0, dim, run):
-            shift, scale, zero = channel // run * bits, room + channel * 4, room + (width + channel) * 4
+            shift, of_channel = channel // run * bits, (place * dim + channel) * 2
+            scale, zero = scales + of_channel, zeros + of_channel
             unpack_run(True, packed, run, shift, bits, scale, zero, 1, run, tokens, out + channel * 4, width)
         first += tokens
     clear(target, dim, width, count)
 
 
 @njit(**FLAGS)
-def decode_values(codes, scales, zeros, bits, group, room, target, dim, width, count):
-    """Codes with scale and zero for each token and group of channels, see `hf_paged_kernels.grouped`.
-
-    Args:
-        room: address of memory for `2 * count * dim / group` floats.
-    """
+def decode_values(codes, scales, zeros, bits, group, target, dim, width, count):
+    """Codes with scale and zero for each token and group of channels, see `hf_paged_kernels.grouped`."""
     run = dim * bits // 8
     # Channels that share a group and lie in neighbouring bytes.
     step, other = group, run
     while other:
         step, other = other, step % other
     num_groups = dim // group
-    wide_zeros = room + count * num_groups * 4
-    widen(scales, count * num_groups, room)
-    widen(zeros, count * num_groups, wide_zeros)
     for channel in range(0, dim, step):
-        packed, shift, place = codes + channel % run, channel // run * bits, channel // group * 4
-        scale, zero, out = room + place, wide_zeros + place, target + channel * 4
+        packed, shift, place = codes + channel % run, channel // run * bits, channel // group * 2
+        scale, zero, out = scales + place, zeros + place, target + channel * 4
         unpack_run(False, packed, run, shift, bits, scale, zero, num_groups, step, count, out, width)
     clear(target, dim, width, count)
 
@@ -238,13 +251,20 @@ def unpack_run(by_channel, packed, packed_stride, shift, bits, scale, zero, scal
     channel = np.int64(0)
     while channel + LANES <= size:
         codes, target = packed + channel, out + channel * 4
+        is_pair = channel + 2 * LANES <= size
         if by_channel:
-            unpack_by_channel(codes, packed_stride, first_bit, largest, scale + channel * 4, zero + channel * 4,
-                              scale_stride, count, target, out_stride)  # fmt: skip
+            scales, zeros = scale + channel * 2, zero + channel * 2
+            if is_pair:
+                pairs_by_channel(codes, packed_stride, first_bit, largest, scales, zeros, 1, count, target, out_stride)
+            else:
+                ones_by_channel(codes, packed_stride, first_bit, largest, scales, zeros, 1, count, target, out_stride)
+        elif is_pair:
+            pairs_by_token(codes, packed_stride, first_bit, largest, scale, zero, scale_stride, count, target,
+                           out_stride)  # fmt: skip
         else:
-            unpack_by_token(codes, packed_stride, first_bit, largest, scale, zero, scale_stride, count, target,
-                            out_stride)  # fmt: skip
-        channel += LANES
+            ones_by_token(codes, packed_stride, first_bit, largest, scale, zero, scale_stride, count, target,
+                          out_stride)  # fmt: skip
+        channel += 2 * LANES if is_pair else LANES
     if channel < size:
         for token in range(count):
             codes = carray(pointer(packed + token * packed_stride), (size,), np.uint8)
@@ -252,15 +272,13 @@ def unpack_run(by_channel, packed, packed_stride, shift, bits, scale, zero, scal
             for i in range(channel, size):
                 place = i if by_channel else token * scale_stride
                 code = np.float32(np.int32(codes[i]) >> first_bit & largest)
-                states[i] = code * floats(scale, place + 1)[place] + floats(zero, place + 1)[place]
+                states[i] = code * half_at(scale, place) + half_at(zero, place)
 
 
 @njit(**FLAGS)
-def widen(source, count, target):
-    """Makes `count` float16 numbers float32."""
-    halves, wide = carray(pointer(source), (count,), np.uint16), floats(target, count)
-    for i in range(count):
-        wide[i] = float_of_half(halves[i])
+def half_at(address, index):
+    """The float16 `index` from an address on, as float32."""
+    return float_of_half(carray(pointer(address), (index + 1,), np.uint16)[index])
 
 
 @njit(**FLAGS)

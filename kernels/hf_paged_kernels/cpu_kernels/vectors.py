@@ -21,6 +21,8 @@ if _TRIPLE.startswith(("x86_64", "i686")) and "+f16c" not in _FEATURES:
     raise ImportError("the kernels for CPUs need a processor that converts float16 (F16C, since 2012)")
 LANES = 16 if "+avx512f" in _FEATURES else 8
 """Floats in a vector, by the processor that Numba compiles for. LLVM takes several registers where one holds fewer."""
+LINE_BYTES = 64
+"""Of a line of the caches between processor and memory."""
 VECTOR, HALVES, INTEGERS, WORDS, BYTES = (ir.VectorType(kind, LANES) for kind in (FLOAT, HALF, I32, I16, ir.IntType(8)))
 
 
@@ -166,12 +168,12 @@ def make_accumulate(num_rows: int, num_vectors: int) -> Callable:
     return accumulate
 
 
-def make_unpack(by_channel: bool) -> Callable:
+def make_unpack(by_channel: bool, num_vectors: int) -> Callable:
     """Makes `unpack(packed, packed_stride, shift, largest, scale, zero, scale_stride, count, out, out_stride)`.
 
-    For each of `count` tokens it takes the codes at one bit position of `LANES` bytes, and stores `code * scale + zero`
-    as float32. Scale and zero are addresses of float32: by channel of `LANES` for all tokens, else of one for each
-    token, `scale_stride` apart.
+    For each of `count` tokens it takes the codes at one bit position of `num_vectors * LANES` bytes, and stores
+    `code * scale + zero` as float32. Scale and zero are addresses of float16: of one for each of these channels, for
+    all tokens, else of one for each token, `scale_stride` apart.
     """
 
     @intrinsic
@@ -192,17 +194,19 @@ def make_unpack(by_channel: bool) -> Callable:
             packed, packed_stride, shift, largest, scale, zero, scale_stride, count, out, out_stride = args
             shifts, mask = _splat(builder, shift), _splat(builder, largest)
             if by_channel:
-                scales, zeros = _load(builder, scale, I64(0)), _load(builder, zero, I64(0))
+                factors = [[float_of_halves(builder, base, v) for base in (scale, zero)] for v in range(num_vectors)]
             with cgutils.for_range(builder, count) as loop:
-                address = builder.add(packed, builder.mul(loop.index, packed_stride))
-                codes = builder.load(builder.inttoptr(address, BYTES.as_pointer()), align=1)
-                codes = builder.and_(builder.lshr(builder.zext(codes, INTEGERS), shifts), mask)
+                row = builder.add(packed, builder.mul(loop.index, packed_stride))
+                target = builder.mul(loop.index, out_stride)
                 if not by_channel:
                     place = builder.mul(loop.index, scale_stride)
-                    scales, zeros = (_splat(builder, _number(builder, base, place)) for base in (scale, zero))
-                # Codes are below 2**31, and signed numbers are converted by a single instruction everywhere.
-                states = _fused(builder, builder.sitofp(codes, VECTOR), scales, zeros)
-                _store(builder, states, out, builder.mul(loop.index, out_stride))
+                    factors = [[_splat(builder, _half(builder, base, place)) for base in (scale, zero)]] * num_vectors
+                for vector, (scales, zeros) in enumerate(factors):
+                    codes = builder.zext(_packed(builder, row, vector, BYTES, 1), INTEGERS)
+                    codes = builder.and_(builder.lshr(codes, shifts), mask)
+                    # Codes are below 2**31, and signed numbers are converted by a single instruction everywhere.
+                    states = _fused(builder, builder.sitofp(codes, VECTOR), scales, zeros)
+                    _store(builder, states, out, builder.add(target, I64(vector * LANES)))
             return context.get_dummy_value()
 
         addresses, numbers = [types.int64] * 2, [types.int32] * 2
@@ -236,9 +240,8 @@ def make_widen(read: Callable[[Any, Any], Any], num_vectors: int, scale_unit: fl
             with cgutils.for_range(builder, count) as loop:
                 row, target = builder.add(rows, builder.mul(loop.index, stride)), builder.mul(loop.index, out_stride)
                 if scale_unit is not None:
-                    address = builder.add(scales, builder.mul(loop.index, I64(2)))
-                    half = builder.load(builder.inttoptr(address, HALF.as_pointer()), align=2)
-                    scale = _splat(builder, builder.fmul(builder.fpext(half, FLOAT), FLOAT(scale_unit)))
+                    scale = _half(builder, scales, loop.index)
+                    scale = _splat(builder, builder.fmul(scale, FLOAT(scale_unit)))
                 for vector in range(num_vectors):
                     numbers = read(builder, row, vector)
                     if scale_unit is not None:
@@ -306,6 +309,12 @@ def _number(builder: Any, base: Any, index: Any) -> Any:
     return builder.load(_address(builder, base, index, FLOAT), align=4)
 
 
+def _half(builder: Any, base: Any, index: Any) -> Any:
+    """The float16 `index` from an address on, as float32."""
+    address = builder.add(base, builder.mul(index, I64(2)))
+    return builder.fpext(builder.load(builder.inttoptr(address, HALF.as_pointer()), align=2), FLOAT)
+
+
 def _splat(builder: Any, number: Any) -> Any:
     """A number in every lane."""
     nothing = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
@@ -317,6 +326,23 @@ def _fused(builder: Any, first: Any, second: Any, summand: Any) -> Any:
     kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
     function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
     return builder.call(function, [first, second, summand])
+
+
+@intrinsic
+def fetch_ahead(typing_context: Any, address: Any, num_bytes: Any) -> Any:
+    """Asks for memory from an address on, which is going to be read soon, without waiting for it."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address, num_bytes = args
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, I32, I32, I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        is_read, into_every_cache, is_data = I32(0), I32(3), I32(1)
+        with cgutils.for_range_slice(builder, I64(0), num_bytes, I64(LINE_BYTES)) as (offset, _):
+            place = builder.inttoptr(builder.add(address, offset), cgutils.voidptr_t)
+            builder.call(function, [place, is_read, into_every_cache, is_data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
 
 
 @intrinsic
