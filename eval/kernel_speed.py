@@ -14,17 +14,30 @@ import argparse
 import importlib
 import importlib.util
 import itertools
-import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
-from arguments import chosen_from, fill, new_file, positive, positives
+from arguments import (
+    add_chosen,
+    add_files,
+    add_quick,
+    add_threads,
+    chosen_from,
+    default_of,
+    fill,
+    parser_of,
+    positive,
+    positives,
+    set_threads,
+)
 from kernel_peers import PEERS, contenders
 from kernel_problems import BLOCK_SIZE, Heads, Shape
 from kernel_sections import KernelBench
-from kernel_tables import SECTIONS, conclusions, head_lines, markdown, text_section
+from kernel_tables import SECTIONS, conclusions, head_lines, markdown
 from machine import describe_hardware
+from report import rows_of, write_files
 from tqdm import tqdm
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
@@ -67,31 +80,20 @@ def whole_blocks(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="speed.py --kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-
-    def default(name: str) -> str:
-        value = FULL[name]
-        return "default " + (",".join(map(str, value)) if isinstance(value, list) else str(value))
-
+    parser = parser_of("speed.py --kernels", __doc__)
+    default = partial(default_of, FULL)
     parser.add_argument("--heads", type=heads, help=f"num_heads:num_kv_heads:head_dim; {default('heads')}")
     parser.add_argument("--contexts", type=positives, help=f"tokens of a row; {default('contexts')}")
     parser.add_argument("--batches", type=positives, help=f"rows; {default('batches')}")
     parser.add_argument("--dtypes", type=chosen_from([*DTYPES]), help=f"from {','.join(DTYPES)}; {default('dtypes')}")
-    parser.add_argument(
-        "--peers", type=chosen_from(PEERS), default=[*PEERS], help=f"from {','.join(PEERS)}; default all"
-    )
-    parser.add_argument(
-        "--sections", type=chosen_from([*SECTIONS]), default=[*SECTIONS], help=f"from {','.join(SECTIONS)}; default all"
-    )
+    add_chosen(parser, "--peers", PEERS)
+    add_chosen(parser, "--sections", SECTIONS)
     parser.add_argument("--beams", type=positive, default=8, help="rows that share a prompt; default 8")
     parser.add_argument("--prompt", type=whole_blocks, help=f"tokens that they share; {default('prompt')}")
     parser.add_argument("--repeats", type=positive, help=f"rounds in which all take turns; {default('repeats')}")
-    parser.add_argument("--threads", type=positive, help="threads of torch on the CPU; default: torch's choice")
-    parser.add_argument("--quick", action="store_true", help="small defaults instead, for a first look")
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="write all figures")
-    parser.add_argument("--markdown", type=new_file, metavar="FILE", help="write the tables")
+    add_threads(parser)
+    add_quick(parser)
+    add_files(parser)
     return parser
 
 
@@ -130,8 +132,7 @@ def _triton_version() -> str:
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit status."""
     arguments = _parse(_parser(), argv)
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
+    set_threads(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bench = KernelBench(device, contenders(arguments.peers), arguments.repeats)
     results = {
@@ -146,17 +147,13 @@ def main(argv: Sequence[str]) -> int:
                 progress.set_description(f"{section}, {shape}")
                 measure(shape)
                 progress.update()
-            rows = [row for row in bench.rows if row["section"] == section]
-            if rows:
-                progress.write(f"\n{text_section(section, rows)}", file=sys.stdout)
+            if rows := rows_of(bench.rows, section):
+                progress.write(f"\n{SECTIONS[section].text(rows)}", file=sys.stdout)
     results |= {
         "copy_bytes_per_second": bench.copy_bytes_per_second,
         "rows": bench.rows,
         "failures": [*bench.failures],
     }
     print("", *conclusions(results), sep="\n")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
-    if arguments.markdown is not None:
-        arguments.markdown.write_text(markdown(results))
+    write_files(arguments, results, markdown)
     return 0

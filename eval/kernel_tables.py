@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kernel_sections import SHARED
-from report import Column, Row, hardware_line, markdown_table, text_table
+from report import Column, Row, Section, figure, hardware_line, markdown_report
 
 # Where decoding should be bound by memory alone.
 MANY_TOKENS = 2**16
 
 LEFT = "implementation"
-
-
-def _figure(key: str, digits: int, factor: float = 1.0) -> Callable[[Row], str]:
-    """A measured figure; a dash where there is none, since the result was wrong or the call failed."""
-    return lambda row: "-" if row.get(key) is None else f"{row[key] * factor:,.{digits}f}"
-
 
 _WHERE: tuple[Column, ...] = (
     ("heads", lambda row: row["heads"]),
@@ -25,10 +19,10 @@ _WHERE: tuple[Column, ...] = (
     ("batch", lambda row: f"{row['batch']:,}"),
 )
 _IMPLEMENTATION: Column = (LEFT, lambda row: row["implementation"])
-_TIME: tuple[Column, ...] = (("us", _figure("microseconds", 1)), ("min", _figure("microseconds_min", 1)))
+_TIME: tuple[Column, ...] = (("us", figure("microseconds", 1)), ("min", figure("microseconds_min", 1)))
 
-SECTIONS: dict[str, tuple[str, str, tuple[Column, ...]]] = {
-    "attention": (
+SECTIONS: dict[str, Section] = {
+    "attention": Section(
         "Attention of one new token a row, alone",
         "us: a call. GB/s: keys and values, each read once. of copy: that, divided by what copying a large tensor "
         "reads and writes in a second, in the same round. x sdpa: the time divided by that of the fastest sdpa on "
@@ -38,12 +32,13 @@ SECTIONS: dict[str, tuple[str, str, tuple[Column, ...]]] = {
             ("context", lambda row: f"{row['context']:,}"),
             _IMPLEMENTATION,
             *_TIME,
-            ("GB/s", _figure("bytes_per_second", 1, 1e-9)),
-            ("of copy", _figure("copy_ratio", 2)),
-            ("x sdpa", _figure("sdpa_ratio", 2)),
+            ("GB/s", figure("bytes_per_second", 1, 1e-9)),
+            ("of copy", figure("copy_ratio", 2)),
+            ("x sdpa", figure("sdpa_ratio", 2)),
         ),
+        LEFT,
     ),
-    "shared": (
+    "shared": Section(
         "Rows that share a prompt",
         "shared: the prompt is read once for all rows. unshared: by each row, out of the same blocks or blocks of its "
         "own. x unshared: divided by the fastest unshared one on the same blocks; below 1 is faster.",
@@ -52,22 +47,18 @@ SECTIONS: dict[str, tuple[str, str, tuple[Column, ...]]] = {
             ("prompt", lambda row: f"{row['prompt']:,}"),
             _IMPLEMENTATION,
             *_TIME,
-            ("x unshared", _figure("unshared_ratio", 2)),
+            ("x unshared", figure("unshared_ratio", 2)),
         ),
+        LEFT,
     ),
-    "launch": (
+    "launch": Section(
         "What a call takes of the host's time",
         "With one block of keys. On a GPU the call is not waited for: this is Python and the driver. On the CPU it is "
         "the whole call.",
         (*_WHERE, ("call", lambda row: row["call"]), _IMPLEMENTATION, *_TIME),
+        LEFT,
     ),
 }
-
-
-def text_section(section: str, rows: Sequence[Row]) -> str:
-    """One section, for a terminal."""
-    title, note, columns = SECTIONS[section]
-    return "\n".join([title, note, "", text_table(columns, rows, LEFT)])
 
 
 def head_lines(results: Mapping[str, Any]) -> list[str]:
@@ -109,10 +100,5 @@ def _range(rows: Sequence[Row], key: str) -> str:
 
 def markdown(results: Mapping[str, Any]) -> str:
     """The whole report in Markdown."""
-    parts = ["# Attention kernels, alone", "\n".join(head_lines(results))]
-    for section, (title, note, columns) in SECTIONS.items():
-        rows = [row for row in results["rows"] if row["section"] == section]
-        if rows:
-            parts += [f"## {title}", note, markdown_table(columns, rows, LEFT)]
-    parts.append("\n".join(f"- {line}" for line in conclusions(results)))
-    return "\n\n".join(parts) + "\n"
+    head, lines = head_lines(results), conclusions(results)
+    return markdown_report("Attention kernels, alone", head, SECTIONS, results["rows"], lines)

@@ -16,16 +16,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from arguments import chosen_from, new_file, positive
+from arguments import add_model, add_threads, chosen_from, load_model, new_file, parser_of, positive, set_threads
 from installed import import_installed
 from machine import describe
 from quality_caches import CACHES, CacheKind, missing_requirement
 from quality_reader import kept_attention
 from report import Column, Row, machine_line, text_table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-from hf_paged_cache import PagedCacheError, small_models
 
 COLUMNS: tuple[Column, ...] = (
     ("task", lambda row: row["task"]),
@@ -47,10 +44,8 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lm_eval.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", help=f"folder or hub id; default {small_models.SMOLLM2.name}")
+    parser = parser_of("lm_eval.py", __doc__)
+    add_model(parser)
     parser.add_argument("--tasks", required=True, type=lambda text: text.split(","), help="names, comma-separated")
     parser.add_argument(
         "--kv", type=chosen_from([*CACHES]), default=["raw", "int8"], help=f"from {','.join(CACHES)}; default raw,int8"
@@ -69,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         help='for tasks such as ruler: {"max_seq_lengths":[4096]}',
     )
     parser.add_argument("--apply-chat-template", action="store_true", help="for models that are tuned to chats")
-    parser.add_argument("--threads", type=positive, help="threads of torch on the CPU; default: torch's choice")
+    add_threads(parser)
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write all figures")
     return parser
 
@@ -139,24 +134,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status: 1 if some cache could not be judged."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
+    set_threads(arguments)
     kinds = [CACHES[name] for name in arguments.kv]
     for kind in kinds:
         if (reason := missing_requirement(kind)) is not None:
             parser.error(f"{kind.name}: {reason}")
     try:
         manager = task_manager(arguments.include_path, arguments.metadata)
-        model, tokenizer = small_models.load(arguments.model, "sdpa")
+        model, tokenizer, name = load_model(parser, arguments)
     except ModuleNotFoundError as error:
         parser.error(f'{error}: pip install "hf-paged-cache[lm-eval]"')
-    except PagedCacheError as error:
-        parser.error(str(error))
     unknown = [name for name in arguments.tasks if not manager.match_tasks([name]) and not Path(name).is_file()]
     if unknown:
         parser.error(f"unknown tasks: {', '.join(unknown)} (lm_eval ls tasks lists them)")
 
-    results = {"machine": describe(model, arguments.model or small_models.SMOLLM2.name), "rows": [], "failures": []}
+    results = {"machine": describe(model, name), "rows": [], "failures": []}
     print(machine_line(results["machine"]))
     for kind in kinds:
         try:

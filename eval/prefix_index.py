@@ -92,8 +92,8 @@ def _fill(sequences: Iterator[np.ndarray]) -> tuple[PrefixIndex, PrefixNode, int
     root = index.new_root()
     for tokens in sequences:
         num_runs = len(tokens) // BLOCK_SIZE
-        index.insert(root, tokens, np.arange(next_block, next_block + num_runs)[None])
-        next_block += num_runs
+        added = index.insert(root, tokens, np.arange(next_block, next_block + num_runs)[None])
+        next_block += len(added.taken)  # those of known runs go to the next sequence
     return index, root, next_block
 
 

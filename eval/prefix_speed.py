@@ -12,20 +12,30 @@ batching reuses of them; and the index alone. All ways take turns in one process
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 
-import torch
-from arguments import chosen_from, fill, new_file, positive
+from arguments import (
+    add_chosen,
+    add_files,
+    add_model,
+    add_quick,
+    add_threads,
+    check_positions,
+    chosen_from,
+    default_of,
+    fill,
+    load_model,
+    parser_of,
+    positive,
+    set_threads,
+)
 from machine import describe
 from prefix_index import BLOCK_SIZE, measure_index
 from prefix_sections import ANSWER_TOKENS, QUESTION_TOKENS, PrefixBench
-from prefix_tables import SECTIONS, conclusions, head_lines, markdown, text_section
+from prefix_tables import SECTIONS, conclusions, head_lines, markdown
+from report import rows_of, write_files
 from tqdm import tqdm
-from transformers import PreTrainedModel
-
-from hf_paged_cache import PagedCacheError, small_models
 
 CODECS = ("raw", "int8", "fp8", "k8v4", "int4", "k4v2", "kivi2")
 FULL = {
@@ -67,23 +77,18 @@ HELP = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="speed.py --prefix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", help=f"folder or hub id; default {small_models.SMOLLM2.name}")
+    parser = parser_of("speed.py --prefix", __doc__)
+    add_model(parser)
     for name, text in HELP.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=positive, help=f"{text}; default {FULL[name]}")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=positive, help=f"{text}; {default_of(FULL, name)}")
     parser.add_argument(
         "--kv", type=chosen_from(CODECS), default=["raw", "int8", "int4"], help=f"from {','.join(CODECS)}"
     )
     parser.add_argument("--memory", default="1GiB", help="of each store; default 1GiB")
-    parser.add_argument(
-        "--sections", type=chosen_from([*SECTIONS]), default=[*SECTIONS], help=f"from {','.join(SECTIONS)}; default all"
-    )
-    parser.add_argument("--threads", type=positive, help="threads of torch on the CPU; default: torch's choice")
-    parser.add_argument("--quick", action="store_true", help="small defaults instead, for a first look")
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="write all figures")
-    parser.add_argument("--markdown", type=new_file, metavar="FILE", help="write the tables")
+    add_chosen(parser, "--sections", SECTIONS)
+    add_threads(parser)
+    add_quick(parser)
+    add_files(parser)
     return parser
 
 
@@ -97,24 +102,6 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
     if arguments.index_prompt < 2 * BLOCK_SIZE:
         parser.error(f"--index-prompt must be at least {2 * BLOCK_SIZE}, two blocks")
     return arguments
-
-
-def _refusal(model: PreTrainedModel, arguments: argparse.Namespace) -> str | None:
-    """Why the model cannot run this, or None."""
-    if model.config.is_encoder_decoder:
-        return "encoder-decoder models are not measured here: choose a decoder-only model"
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    longest = max(
-        arguments.prompt + 1,
-        arguments.history + QUESTION_TOKENS + 1,
-        arguments.document + QUESTION_TOKENS + arguments.new_tokens,
-    )
-    if positions is not None and longest > positions:
-        return (
-            f"{longest} tokens do not fit the model's {positions} positions: choose a shorter --prompt, --history or "
-            "--document"
-        )
-    return None
 
 
 def _measurements(arguments: argparse.Namespace, bench: PrefixBench) -> dict[str, Callable[[], None]]:
@@ -140,20 +127,16 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit status."""
     parser = _parser()
     arguments = _parse(parser, argv)
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
-    try:
-        model, tokenizer = small_models.load(arguments.model, "sdpa")
-    except PagedCacheError as error:
-        parser.error(str(error))
-    refusal = _refusal(model, arguments)
-    if refusal is not None:
-        parser.error(refusal)
+    set_threads(arguments)
+    model, tokenizer, name = load_model(parser, arguments)
+    advice = "a shorter --prompt, --history or --document"
+    check_positions(parser, model, max(arguments.prompt, arguments.history + QUESTION_TOKENS), 1, advice)
+    check_positions(parser, model, arguments.document + QUESTION_TOKENS, arguments.new_tokens, advice)
 
     bench = PrefixBench(model, tokenizer, arguments.repeats, arguments.memory, arguments.kv)
-    settings = {name: getattr(arguments, name) for name in FULL} | {"memory": arguments.memory}
-    settings["has_goals"] = all(settings[name] == FULL[name] for name in FULL if not name.endswith("repeats"))
-    results = {"machine": describe(model, arguments.model or small_models.SMOLLM2.name), "settings": settings}
+    settings = {option: getattr(arguments, option) for option in FULL} | {"memory": arguments.memory}
+    settings["has_goals"] = all(settings[option] == FULL[option] for option in FULL if not option.endswith("repeats"))
+    results = {"machine": describe(model, name), "settings": settings}
     print(*head_lines(results), sep="\n")
     if {*arguments.sections} - {"index"}:
         bench.warm_up()
@@ -161,13 +144,9 @@ def main(argv: Sequence[str]) -> int:
         for section, measure in _measurements(arguments, bench).items():
             progress.set_description(section)
             measure()
-            rows = [row for row in bench.rows if row["section"] == section]
-            progress.write(f"\n{text_section(section, rows)}", file=sys.stdout)
+            progress.write(f"\n{SECTIONS[section].text(rows_of(bench.rows, section))}", file=sys.stdout)
             progress.update()
     results |= {"rows": bench.rows, "differences": bench.differences, "failures": bench.failures}
     print("", *conclusions(results), sep="\n")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
-    if arguments.markdown is not None:
-        arguments.markdown.write_text(markdown(results))
+    write_files(arguments, results, markdown)
     return 0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from report import RATIO_NOTE, Column, Row, hardware_line, markdown_table, text_table
+from report import RATIO_NOTE, Column, Row, Section, figure, machine_line, markdown_report
 
 LEFT = "way"
 
@@ -26,26 +26,22 @@ GOALS: tuple[tuple[str, str, str, float, str], ...] = (
 )
 
 
-def _column(name: str, key: str, digits: int = 0, factor: float = 1.0) -> Column:
-    return name, lambda row: f"{row[key] * factor:,.{digits}f}"
-
-
 def _same(row: Row) -> str:
     return {True: "same", False: "DIFFERENT", None: "-"}[row["tokens_equal"]]
 
 
 _WAY: Column = (LEFT, lambda row: row["label"])
-_PROMPT = _column("prompt", "prompt_tokens")
-_REUSED = _column("reused", "reused_tokens")
+_PROMPT = ("prompt", figure("prompt_tokens"))
+_REUSED = ("reused", figure("reused_tokens"))
 _FIRST_TOKEN: tuple[Column, ...] = (
     _PROMPT,
     _WAY,
     _REUSED,
-    _column("first token ms", "first_ms", 1),
-    _column("min", "first_ms_min", 1),
-    _column("first token x", "first_ratio", 3),
-    _column("lookup ms", "lookup_ms", 1),
-    _column("commit ms", "commit_ms", 1),
+    ("first token ms", figure("first_ms", 1)),
+    ("min", figure("first_ms_min", 1)),
+    ("first token x", figure("first_ratio", 3)),
+    ("lookup ms", figure("lookup_ms", 1)),
+    ("commit ms", figure("commit_ms", 1)),
     ("token", _same),
 )
 _FIRST_TOKEN_NOTE = (
@@ -53,82 +49,80 @@ _FIRST_TOKEN_NOTE = (
     "comes after it."
 )
 
-SECTIONS: dict[str, tuple[str, str, tuple[Column, ...]]] = {
-    "known": (
+SECTIONS: dict[str, Section] = {
+    "known": Section(
         "Prompts that begin alike",
         "Another end in every round. " + _FIRST_TOKEN_NOTE,
         _FIRST_TOKEN,
+        LEFT,
     ),
-    "chat": (
+    "chat": Section(
         "The second turn of a chat",
         "A prompt and an answer, which are known, and a question of 32 tokens. token: compared where the first answer "
         "was the same. " + _FIRST_TOKEN_NOTE,
         _FIRST_TOKEN,
+        LEFT,
     ),
-    "document": (
+    "document": Section(
         "Questions on one document",
         "s: all of them, with the document. prompts: tokens of all prompts. MiB: keys and values of all caches "
         "together, all of which are alive at the end.",
         (
-            _column("document", "document_tokens"),
-            _column("questions", "questions"),
+            ("document", figure("document_tokens")),
+            ("questions", figure("questions")),
             _WAY,
-            _column("prompts", "prompt_tokens"),
+            ("prompts", figure("prompt_tokens")),
             _REUSED,
-            _column("s", "seconds", 2),
-            _column("min", "seconds_min", 2),
-            _column("s x", "ratio", 2),
-            _column("MiB", "num_bytes", 1, 2**-20),
-            _column("MiB x", "bytes_ratio", 2),
+            ("s", figure("seconds", 2)),
+            ("min", figure("seconds_min", 2)),
+            ("s x", figure("ratio", 2)),
+            ("MiB", figure("num_bytes", 1, 2**-20)),
+            ("MiB x", figure("bytes_ratio", 2)),
             ("tokens", _same),
         ),
+        LEFT,
     ),
-    "batching": (
+    "batching": Section(
         "Tokens reused by continuous batching and by the store",
         "The same questions. `generate_batch` of transformers shares whole blocks of 256 tokens between requests, with "
         "full attention only, and not those that are computed in the same pass; it is given 256 tokens a pass.",
         (
-            _column("document", "document_tokens"),
-            _column("questions", "questions"),
+            ("document", figure("document_tokens")),
+            ("questions", figure("questions")),
             _WAY,
-            _column("prompts", "prompt_tokens"),
+            ("prompts", figure("prompt_tokens")),
             _REUSED,
             ("of the prompts", lambda row: f"{row['reused_ratio']:.1%}"),
         ),
+        LEFT,
     ),
-    "index": (
+    "index": Section(
         "The index alone",
         "Blocks of 64 tokens. known: how much of the prompt a lookup finds. evict: as many blocks as the prompt has, "
         "one by one, last ones first. bytes a block: of the index, without the 256 bytes of the tokens themselves.",
         (
             (LEFT, lambda row: row["label"]),
-            _column("blocks", "blocks"),
+            ("blocks", figure("blocks")),
             _PROMPT,
-            _column("known", "known_tokens"),
-            _column("lookup ms", "lookup_ms", 3),
-            _column("lookup min", "lookup_ms_min", 3),
-            _column("insert ms", "insert_ms", 3),
-            _column("insert min", "insert_ms_min", 3),
-            _column("evict ms", "evict_ms", 3),
-            _column("evict min", "evict_ms_min", 3),
-            _column("bytes a block", "bytes_a_block"),
+            ("known", figure("known_tokens")),
+            ("lookup ms", figure("lookup_ms", 3)),
+            ("lookup min", figure("lookup_ms_min", 3)),
+            ("insert ms", figure("insert_ms", 3)),
+            ("insert min", figure("insert_ms_min", 3)),
+            ("evict ms", figure("evict_ms", 3)),
+            ("evict min", figure("evict_ms_min", 3)),
+            ("bytes a block", figure("bytes_a_block")),
         ),
+        LEFT,
     ),
 }
 
 
-def text_section(section: str, rows: Sequence[Row]) -> str:
-    """One section, for a terminal."""
-    title, note, columns = SECTIONS[section]
-    return "\n".join([title, note, "", text_table(columns, rows, LEFT)])
-
-
 def head_lines(results: Mapping[str, Any]) -> list[str]:
     """What was measured on, and how."""
-    machine, settings = results["machine"], results["settings"]
     return [
-        f"{machine['model']}, {machine['dtype']}, on {hardware_line(machine)}.",
-        f"Medians of {settings['repeats']} interleaved rounds. {RATIO_NOTE}",
+        f"{machine_line(results['machine'])}.",
+        f"Medians of {results['settings']['repeats']} interleaved rounds. {RATIO_NOTE}",
     ]
 
 
@@ -146,10 +140,5 @@ def conclusions(results: Mapping[str, Any]) -> list[str]:
 
 def markdown(results: Mapping[str, Any]) -> str:
     """The whole report in Markdown."""
-    parts = ["# Reuse of prefixes", "\n".join(head_lines(results))]
-    for section, (title, note, columns) in SECTIONS.items():
-        rows = [row for row in results["rows"] if row["section"] == section]
-        if rows:
-            parts += [f"## {title}", note, markdown_table(columns, rows, LEFT)]
-    parts.append("\n".join(f"- {line}" for line in conclusions(results)))
-    return "\n\n".join(parts) + "\n"
+    head, lines = head_lines(results), conclusions(results)
+    return markdown_report("Reuse of prefixes", head, SECTIONS, results["rows"], lines)

@@ -14,15 +14,32 @@ hash), a file, or a data set.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-import torch
-from arguments import chosen_from, fill, new_file, positive, positives
+from arguments import (
+    add_chosen,
+    add_dtype,
+    add_files,
+    add_model,
+    add_plot,
+    add_quick,
+    add_threads,
+    check_plot,
+    check_positions,
+    chosen_from,
+    default_of,
+    fill,
+    load_model,
+    new_file,
+    parser_of,
+    positive,
+    positives,
+    set_threads,
+)
 from machine import describe
 from quality_bench import Bench, Row, Task
 from quality_caches import CACHES, REFERENCE, CacheKind, detailed_kind, missing_requirement
@@ -33,10 +50,9 @@ from quality_reader import kept_attention
 from quality_report import conclusions, head_lines, markdown, text_section
 from quality_retrieval import FILLER, RECALL_WORDS, Haystack, passkey_prompts, passkey_row, recall_prompts, recall_row
 from quality_text import Text, TextError, dataset_text, encode, file_text, python_text
+from report import write_files
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-from hf_paged_cache import PagedCacheError, small_models
+from transformers import PreTrainedTokenizerBase
 
 ROWS: dict[str, Callable[[Bench, Sequence[Task], CacheKind], Row | None]] = {
     "likelihood": likelihood_row,
@@ -77,15 +93,9 @@ def shares(text: str) -> list[float]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="quality.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-
-    def default(name: str) -> str:
-        value = FULL[name]
-        return "default " + (",".join(map(str, value)) if isinstance(value, list) else str(value))
-
-    parser.add_argument("--model", help=f"folder or hub id; default {small_models.SMOLLM2.name}")
+    parser = parser_of("quality.py", __doc__)
+    default = partial(default_of, FULL)
+    add_model(parser)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--text", type=Path, metavar="FILE", help="text to measure on, in UTF-8")
     source.add_argument("--dataset", metavar="NAME", help="wikitext, or repository:configuration:split:column")
@@ -117,12 +127,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CODEC:FIELD=N,...",
         help="further codecs, with fields of KVQuant, such as int4:sink=0,hot_window=128",
     )
-    parser.add_argument(
-        "--sections", type=chosen_from([*ROWS]), default=[*ROWS], help=f"from {','.join(ROWS)}; default all"
-    )
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as the model is loaded")
-    parser.add_argument("--threads", type=positive, help="threads of torch on the CPU; default: torch's choice")
-    parser.add_argument("--quick", action="store_true", help="small defaults instead, for a first look")
+    add_chosen(parser, "--sections", ROWS)
+    add_dtype(parser)
+    add_threads(parser)
+    add_quick(parser)
     parser.add_argument(
         "--resume",
         type=new_file,
@@ -130,9 +138,8 @@ def _parser() -> argparse.ArgumentParser:
         help="keep what is finished here; another run with it measures the rest, or other caches. Remove it when code "
         "has changed",
     )
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="write all figures")
-    parser.add_argument("--markdown", type=new_file, metavar="FILE", help="write the tables")
-    parser.add_argument("--plot", type=new_file, metavar="FILE.png", help="draw divergence by size, and the pass keys")
+    add_files(parser)
+    add_plot(parser, "divergence by size, and the pass keys")
     return parser
 
 
@@ -143,11 +150,7 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
         parser.error("--stored must be less than 1: the rest of a window is what is scored")
     if arguments.pairs > len(RECALL_WORDS):
         parser.error(f"--pairs must be at most {len(RECALL_WORDS)}")
-    if arguments.plot is not None:
-        if not {"likelihood", "passkey"} & {*arguments.sections}:
-            parser.error("--plot shows the sections likelihood and passkey: add one of them to --sections")
-        if importlib.util.find_spec("matplotlib") is None:
-            parser.error('--plot needs matplotlib: pip install "hf-paged-cache[eval]"')
+    check_plot(parser, arguments, ["likelihood", "passkey"])
     return arguments
 
 
@@ -172,17 +175,6 @@ def _tasks(
         "recall": lambda context: recall_prompts(tokenizer, haystack, context, arguments.pairs, arguments.trials),
     }
     return {section: [make[section](context) for context in arguments.contexts] for section in arguments.sections}
-
-
-def _refusal(model: PreTrainedModel, tasks: Sequence[Task]) -> str | None:
-    """Why the model cannot run these tasks, or None."""
-    if model.config.is_encoder_decoder:
-        return "encoder-decoder models are not measured here: choose a decoder-only model"
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    longest = max(task.num_tokens for task in tasks)
-    if positions is not None and longest > positions:
-        return f"{longest} tokens do not fit the model's {positions} positions: choose shorter --contexts"
-    return None
 
 
 def _kinds(arguments: argparse.Namespace) -> tuple[dict[str, CacheKind], list[str]]:
@@ -218,21 +210,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     parser = _parser()
     arguments = _parse(parser, argv)
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
+    set_threads(arguments)
+    model, tokenizer, name = load_model(parser, arguments)
     try:
-        model, tokenizer = small_models.load(arguments.model, "sdpa")
         text = _text(arguments)
         tasks = _tasks(arguments, tokenizer, text)
-    except (PagedCacheError, TextError) as error:
+    except TextError as error:
         parser.error(str(error))
-    if arguments.dtype is not None:
-        model.to(getattr(torch, arguments.dtype))
-    refusal = _refusal(model, [task for contexts in tasks.values() for of_context in contexts for task in of_context])
-    if refusal is not None:
-        parser.error(refusal)
+    longest = max(task.num_tokens for contexts in tasks.values() for of_context in contexts for task in of_context)
+    check_positions(parser, model, longest, 0, "shorter --contexts")
 
-    machine = describe(model, arguments.model or small_models.SMOLLM2.name)
+    machine = describe(model, name)
     settings = {
         "text": text.name,
         "sha256": text.sha256,
@@ -258,10 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = _measure(bench, tasks)
     results |= {"rows": rows, "failures": [*unavailable, *bench.failures.values()]}
     print("", *conclusions(results), sep="\n")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
-    if arguments.markdown is not None:
-        arguments.markdown.write_text(markdown([results]))
+    write_files(arguments, results, lambda run: markdown([run]))
     if arguments.plot is not None:
         plot(results, arguments.plot)
     return 0

@@ -12,16 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from quality_caches import REFERENCE
-from report import Column, Row, machine_line, markdown_table, text_table
+from report import Column, Row, Section, bullets, figure, machine_line, rows_of
 
 LEFT = "cache"
 # What is above the rounding of float32, over a vocabulary.
 ROUNDING = 1e-6
-
-
-def _figure(key: str, digits: int, factor: float = 1.0, sign: str = "") -> Callable[[Row], str]:
-    """A figure; a dash where there is none."""
-    return lambda row: "-" if row.get(key) is None else f"{row[key] * factor:{sign},.{digits}f}"
 
 
 def _quarter(index: int) -> Callable[[Row], str]:
@@ -36,23 +31,23 @@ def _found(row: Row) -> str:
     return f"{row['found_count']} of {row['asked']}"
 
 
-_WHERE: tuple[Column, ...] = (("context", _figure("context", 0)), (LEFT, lambda row: row["label"]))
+_WHERE: tuple[Column, ...] = (("context", figure("context", 0)), (LEFT, lambda row: row["label"]))
 
 
 def _likelihood_columns(rows: Sequence[Row]) -> tuple[Column, ...]:
     return (
         *_WHERE,
-        ("bits", _figure("bits_added", 2)),
-        ("bits, all", _figure("bits_stored", 2)),
-        ("MiB", _figure("bytes", 2, 2**-20)),
-        ("KL", _figure("kl_mean", 5)),
-        ("+-", _figure("kl_error", 5)),
-        ("p99", _figure("kl_p99", 4)),
-        ("perplexity", _figure("perplexity", 3)),
-        ("change %", _figure("perplexity_change", 2, 100, "+")),
-        ("+-", _figure("perplexity_change_error", 2, 100)),
-        ("top-1 %", _figure("top1", 2, 100)),
-        ("+-", _figure("top1_error", 2, 100)),
+        ("bits", figure("bits_added", 2)),
+        ("bits, all", figure("bits_stored", 2)),
+        ("MiB", figure("bytes", 2, 2**-20)),
+        ("KL", figure("kl_mean", 5)),
+        ("+-", figure("kl_error", 5)),
+        ("p99", figure("kl_p99", 4)),
+        ("perplexity", figure("perplexity", 3)),
+        ("change %", figure("perplexity_change", 2, 100, "+")),
+        ("+-", figure("perplexity_change_error", 2, 100)),
+        ("top-1 %", figure("top1", 2, 100)),
+        ("+-", figure("top1_error", 2, 100)),
     )
 
 
@@ -62,16 +57,16 @@ def _position_columns(rows: Sequence[Row]) -> tuple[Column, ...]:
 
 def _passkey_columns(rows: Sequence[Row]) -> tuple[Column, ...]:
     depths = ((f"at {depth:.0%}", _depth(index)) for index, depth in enumerate(rows[0]["depths"]))
-    return (*_WHERE, *depths, ("found", _found), ("nats a token", _figure("answer_nll", 4)))
+    return (*_WHERE, *depths, ("found", _found), ("nats a token", figure("answer_nll", 4)))
 
 
 def _recall_columns(rows: Sequence[Row]) -> tuple[Column, ...]:
-    return (*_WHERE, ("pairs", _figure("pairs", 0)), ("found", _found), ("nats a token", _figure("answer_nll", 4)))
+    return (*_WHERE, ("pairs", figure("pairs", 0)), ("found", _found), ("nats a token", figure("answer_nll", 4)))
 
 
-# By table: the section whose rows it shows, title, note, and columns.
-TABLES: dict[str, tuple[str, str, str, Callable[[Sequence[Row]], tuple[Column, ...]]]] = {
-    "likelihood": (
+# The section whose rows a table shows, title, note, and columns.
+TABLES: tuple[tuple[str, str, str, Callable[[Sequence[Row]], tuple[Column, ...]]], ...] = (
+    (
         "likelihood",
         "Predictions",
         "bits: for each further key and value number of a long text, scales and zeros included, in a model with 16-bit "
@@ -81,35 +76,38 @@ TABLES: dict[str, tuple[str, str, str, Callable[[Sequence[Row]], tuple[Column, .
         "token is the same. +-: standard errors, from the spread of the windows.",
         _likelihood_columns,
     ),
-    "positions": (
+    (
         "likelihood",
         "Divergence by position",
         "KL of the scored tokens in the first to the last quarter of their part of the window.",
         _position_columns,
     ),
-    "passkey": (
+    (
         "passkey",
         "Pass key",
         "How often a number of five digits is found, by the depth at which it is hidden: 0% is the start of the text. "
         "nats a token: how surprising the right answer was.",
         _passkey_columns,
     ),
-    "recall": (
+    (
         "recall",
         "Key-value recall",
         "A list of words, each with a number of four digits, then text; how many of the numbers are recalled.",
         _recall_columns,
     ),
-}
+)
+
+
+def _tables(section: str, rows: Sequence[Row]) -> list[Section]:
+    """The tables of one section, for those rows that belong to it."""
+    if not rows:
+        return []
+    return [Section(title, note, columns(rows), LEFT) for of, title, note, columns in TABLES if of == section]
 
 
 def text_section(section: str, rows: Sequence[Row]) -> str:
     """The tables of one section, for a terminal."""
-    parts = []
-    for table_section, title, note, columns in TABLES.values():
-        if table_section == section and rows:
-            parts.append("\n".join([title, note, "", text_table(columns(rows), rows, LEFT)]))
-    return "\n\n".join(parts)
+    return "\n\n".join(table.text(rows) for table in _tables(section, rows))
 
 
 def head_lines(results: Mapping[str, Any]) -> list[str]:
@@ -128,8 +126,8 @@ def head_lines(results: Mapping[str, Any]) -> list[str]:
 def conclusions(results: Mapping[str, Any]) -> list[str]:
     """What the tables leave to be looked up, and what they do not say."""
     return [
-        *_comparisons([row for row in results["rows"] if row["section"] == "likelihood"]),
-        *_passkeys([row for row in results["rows"] if row["section"] == "passkey"]),
+        *_comparisons(rows_of(results["rows"], "likelihood")),
+        *_passkeys(rows_of(results["rows"], "passkey")),
         *(f"Not measured: {sentence}" for sentence in results["failures"]),
     ]
 
@@ -179,13 +177,12 @@ def markdown(results: Sequence[Mapping[str, Any]], notes: str = "") -> str:
     parts = ["# Quality of KV caches", notes.strip()]
     for run in results:
         parts += [f"## {run['machine']['model']}", *head_lines(run)]
-        parts.append("\n".join(f"- {line}" for line in conclusions(run)))
+        parts.append(bullets(conclusions(run)))
         if run["plot"] is not None:
             parts.append(f"![KL divergence by size, and pass keys]({run['plot']})")
-        for section, title, note, columns in TABLES.values():
-            rows = [row for row in run["rows"] if row["section"] == section]
-            if rows:
-                parts += [f"### {title}", note, markdown_table(columns(rows), rows, LEFT)]
+        for section in dict.fromkeys(section for section, *_ in TABLES):
+            rows = rows_of(run["rows"], section)
+            parts += [table.markdown(rows, "###") for table in _tables(section, rows)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -18,27 +18,40 @@ equally long.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import kernel_speed
 import prefix_speed
-import torch
-from arguments import chosen_from, fill, new_file, positive, positives
+from arguments import (
+    add_chosen,
+    add_dtype,
+    add_files,
+    add_model,
+    add_plot,
+    add_quick,
+    add_threads,
+    check_plot,
+    check_positions,
+    chosen_from,
+    default_of,
+    fill,
+    load_model,
+    parser_of,
+    positive,
+    positives,
+    set_threads,
+)
 from bookkeeping import measure_bookkeeping
 from machine import describe
 from plot import plot
-from report import RATIO_NOTE, conclusions, machine_line, markdown, settings_line, text_section
+from report import rows_of, write_files
 from sections import Bench, Case, beam_cases, decode_cases, padding_cases
+from speed_tables import SECTIONS, conclusions, head_lines, markdown, text_section
 from tqdm import tqdm
-from transformers import PreTrainedModel
 from variants import BASELINE, VARIANTS, Variant, missing_requirement
 
-from hf_paged_cache import PagedCacheError, small_models
-
-SECTION_NAMES = ("decode", "beam", "padding", "bookkeeping")
 FULL = {
     "contexts": [256, 1024, 2048],
     "batches": [1, 8],
@@ -64,18 +77,9 @@ def _mode_parser() -> argparse.ArgumentParser:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="speed.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[_mode_parser()],
-    )
-
-    def default(name: str) -> str:
-        value = FULL[name]
-        return "default " + (",".join(map(str, value)) if isinstance(value, list) else str(value))
-
-    parser.add_argument("--model", help=f"folder or hub id; default {small_models.SMOLLM2.name}")
+    parser = parser_of("speed.py", __doc__, parents=[_mode_parser()])
+    default = partial(default_of, FULL)
+    add_model(parser)
     parser.add_argument("--contexts", type=positives, help=f"prompt lengths; {default('contexts')}")
     parser.add_argument("--batches", type=positives, help=f"batch sizes; {default('batches')}")
     parser.add_argument(
@@ -89,15 +93,12 @@ def _parser() -> argparse.ArgumentParser:
         default=[*VARIANTS],
         help=f"from {','.join(VARIANTS)}; {BASELINE} always runs, as what the others are divided by",
     )
-    parser.add_argument(
-        "--sections", type=chosen_from(SECTION_NAMES), default=[*SECTION_NAMES], help=f"from {','.join(SECTION_NAMES)}"
-    )
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as the model is loaded")
-    parser.add_argument("--threads", type=positive, help="threads of torch on the CPU; default: torch's choice")
-    parser.add_argument("--quick", action="store_true", help="small defaults instead, for a first look")
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="write all figures")
-    parser.add_argument("--markdown", type=new_file, metavar="FILE", help="write the tables")
-    parser.add_argument("--plot", type=new_file, metavar="FILE.png", help="draw milliseconds a step by context length")
+    add_chosen(parser, "--sections", SECTIONS)
+    add_dtype(parser)
+    add_threads(parser)
+    add_quick(parser)
+    add_files(parser)
+    add_plot(parser, "milliseconds a step by context length")
     return parser
 
 
@@ -106,11 +107,7 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     fill(arguments, QUICK if arguments.quick else FULL)
     if arguments.new_tokens < 2:
         parser.error("--new-tokens must be at least 2: the first comes from the prefill, steps are timed after it")
-    if arguments.plot is not None:
-        if not {"decode", "beam"} & {*arguments.sections}:
-            parser.error("--plot shows the sections decode and beam: add one of them to --sections")
-        if importlib.util.find_spec("matplotlib") is None:
-            parser.error('--plot needs matplotlib: pip install "hf-paged-cache[eval]"')
+    check_plot(parser, arguments, ["decode", "beam"])
     return arguments
 
 
@@ -123,20 +120,6 @@ def _cases(arguments: argparse.Namespace, variants: Sequence[Variant]) -> list[C
     if "padding" in arguments.sections:
         cases += padding_cases(variants, max(arguments.contexts))
     return cases
-
-
-def _refusal(model: PreTrainedModel, cases: Sequence[Case], new_tokens: int) -> str | None:
-    """Why the model cannot run these cases, or None."""
-    if model.config.is_encoder_decoder:
-        return "encoder-decoder models are not measured here: choose a decoder-only model"
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    longest = max((case.context for case in cases), default=0)
-    if positions is not None and longest + new_tokens > positions:
-        return (
-            f"a context of {longest} tokens and {new_tokens} new ones do not fit the model's {positions} positions: "
-            "choose shorter --contexts, --beam-contexts or --new-tokens"
-        )
-    return None
 
 
 def _variants(names: Sequence[str]) -> tuple[list[Variant], list[str]]:
@@ -161,7 +144,7 @@ def _measure(bench: Bench, cases: Sequence[Case], variants: Sequence[Variant], s
                 if case.section == section:
                     progress.set_description(str(case))
                     bench.measure(case, progress.update)
-            table = text_section(section, [row for row in bench.rows if row["section"] == section])
+            table = text_section(section, rows_of(bench.rows, section))
             progress.write(f"\n{table}", file=sys.stdout)
 
 
@@ -174,38 +157,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return prefix_speed.main(others)
     parser = _parser()
     arguments = _parse(parser, argv)
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
-    try:
-        model, tokenizer = small_models.load(arguments.model, "sdpa")
-    except PagedCacheError as error:
-        parser.error(str(error))
-    if arguments.dtype is not None:
-        model.to(getattr(torch, arguments.dtype))
-
+    set_threads(arguments)
+    model, tokenizer, name = load_model(parser, arguments)
     variants, unavailable = _variants(arguments.caches)
     cases = _cases(arguments, variants)
-    refusal = _refusal(model, cases, arguments.new_tokens)
-    if refusal is not None:
-        parser.error(refusal)
+    longest = max((case.context for case in cases), default=0)
+    check_positions(parser, model, longest, arguments.new_tokens, "shorter --contexts, --beam-contexts or --new-tokens")
 
-    machine = describe(model, arguments.model or small_models.SMOLLM2.name)
-    settings = {"new_tokens": arguments.new_tokens, "repeats": arguments.repeats}
-    print(machine_line(machine), f"{settings_line(settings)}. {RATIO_NOTE}", sep="\n")
+    results = {
+        "machine": describe(model, name),
+        "settings": {"new_tokens": arguments.new_tokens, "repeats": arguments.repeats},
+    }
+    print(*head_lines(results), sep="\n")
     bench = Bench(model, tokenizer, arguments.new_tokens, arguments.repeats, failures=unavailable)
     _measure(bench, cases, variants, arguments.sections)
-    results = {
-        "machine": machine,
-        "settings": settings,
-        "rows": bench.rows,
-        "differences": bench.differences,
-        "failures": bench.failures,
-    }
+    results |= {"rows": bench.rows, "differences": bench.differences, "failures": bench.failures}
     print("", *conclusions(results), sep="\n")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
-    if arguments.markdown is not None:
-        arguments.markdown.write_text(markdown(results))
+    write_files(arguments, results, markdown)
     if arguments.plot is not None:
         plot(results, arguments.plot)
     return 0

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from arguments import chosen_from, positive, positives
+from arguments import add_chosen, add_quick, parser_of, positive, positives
 from hf_paged_kernels.dispatch import choose
 from tqdm import tqdm
 
@@ -25,21 +25,17 @@ PHASES, DIMS, BITS = ("decode", "extend"), (64, 128, 256, 512), ("16", "32")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="tune.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--phases", type=chosen_from(PHASES), default=[*PHASES], help=f"from {','.join(PHASES)}; default all"
-    )
+    parser = parser_of("tune.py", __doc__)
+    add_chosen(parser, "--phases", PHASES)
     parser.add_argument(
         "--dims",
         type=positives,
         default=[*DIMS],
         help=f"largest key or value widths that rows are for; default {','.join(map(str, DIMS))}",
     )
-    parser.add_argument("--bits", type=chosen_from(BITS), default=[*BITS], help=f"from {','.join(BITS)}; default all")
+    add_chosen(parser, "--bits", BITS)
     parser.add_argument("--repeats", type=positive, default=5, help="rounds in which all take turns; default 5")
-    parser.add_argument("--quick", action="store_true", help="few candidates and shapes, for a first look")
+    add_quick(parser, "few candidates and shapes")
     return parser
 
 

@@ -84,7 +84,7 @@ def test_figures_of_a_run(tmp_path, capsys):
     assert results["copy_bytes_per_second"] > 0
     for output in (text, markdown):
         for section in ("attention", "launch"):
-            assert kernel_tables.SECTIONS[section][0] in output
+            assert kernel_tables.SECTIONS[section].title in output
         assert "Not measured: " in output
         assert str(tmp_path) not in output
 
@@ -100,7 +100,7 @@ def test_a_wrong_result_is_told_and_not_timed():
     assert ["microseconds" in row for row in measured.rows] == [True, False]
     (sentence,) = measured.failures
     assert sentence.startswith("forgetful (4:2:16, float32, batch 2, context 300): WrongResult: the result is off by")
-    assert kernel_tables.text_section("attention", measured.rows).splitlines()[-1].split()[-5:] == ["-"] * 5
+    assert kernel_tables.SECTIONS["attention"].text(measured.rows).splitlines()[-1].split()[-5:] == ["-"] * 5
 
 
 @pytest.mark.parametrize("out", [torch.zeros(2, 4, 1, 16), torch.full((2, 4, 1, 16), torch.nan), torch.zeros(2, 4)])

@@ -87,8 +87,8 @@ def test_all_sections_in_text_json_and_markdown(
     }
     assert results["machine"]["model"] == "tiny-llama"
     for output in (text, markdown):
-        for title, _, _ in prefix_tables.SECTIONS.values():
-            assert title in output
+        for section in prefix_tables.SECTIONS.values():
+            assert section.title in output
     for output in (text, markdown, json.dumps(results)):
         assert str(model_folder.parent) not in output
 
@@ -212,7 +212,7 @@ def test_goals_are_judged_with_the_default_sizes_only() -> None:
         ("--questions 0", "'0' is not a whole number of at least 1"),
         ("--kv raw,int3", "'int3' is unknown, choose from raw,"),
         ("--sections chats", "'chats' is unknown, choose from known, chat, document, batching, index"),
-        ("--prompt 600", f"601 tokens do not fit the model's {POSITIONS} positions"),
+        ("--prompt 600", f"600 tokens and 1 new ones does not fit the model's {POSITIONS} positions"),
         ("--model no/such/model", "no/such/model"),
         ("--json no/such/folder/prefix.json", "the folder of no/such/folder/prefix.json does not exist"),
     ],

@@ -116,7 +116,7 @@ def test_all_sections_in_text_json_and_markdown(model_folder, tmp_path, capsys):
     assert "300 tokens: PagedCache, raw predicts what DynamicCache does" in text
     for output in (text, markdown):
         assert quality_report.machine_line(results["machine"]) in output
-        for _, title, _, _ in quality_report.TABLES.values():
+        for _, title, _, _ in quality_report.TABLES:
             assert title in output
     for output in (text, markdown, json.dumps(results)):
         assert str(model_folder.parent) not in output
@@ -345,7 +345,7 @@ def test_one_report_of_several_models(model_folder, tmp_path, monkeypatch, capsy
         ("--text no/such/file.txt", "no/such/file.txt cannot be read as text"),
         ("--json no/such/folder/quality.json", "the folder of no/such/folder/quality.json does not exist"),
         ("--sections recall --plot quality.png", "add one of them to --sections"),
-        ("--contexts 2000", "tokens do not fit the model's 1024 positions"),
+        ("--contexts 2000", "tokens does not fit the model's 1024 positions"),
         ("--contexts 64", "a context of 64 tokens is too short"),
         ("--model no/such/model", "no/such/model"),
     ],

@@ -27,6 +27,7 @@ import prompts  # noqa: E402
 import report  # noqa: E402
 import sections  # noqa: E402
 import speed  # noqa: E402
+import speed_tables  # noqa: E402
 import timing  # noqa: E402
 import variants  # noqa: E402
 
@@ -101,7 +102,7 @@ def test_all_sections_in_text_json_and_markdown(model_folder, tmp_path, capsys):
     assert results["settings"] == {"new_tokens": 4, "repeats": 1}
     for output in (text, markdown):
         assert report.machine_line(results["machine"]) in output
-        for title, _, _ in report.SECTIONS.values():
+        for title in (section.title for section in speed_tables.SECTIONS.values()):
             assert title in output
     for output in (text, markdown, json.dumps(results)):
         assert str(model_folder.parent) not in output
@@ -166,9 +167,9 @@ def test_other_tokens_are_told(bench):
         "ForgetfulCache, sdpa did not make DynamicCache's tokens (decode, context 12, batch 2): row"
     )
     assert sentence.endswith("In float32 this is a fault, or a tie to the last bits.")
-    assert "DIFFERENT" in report.text_section("decode", bench.rows)
+    assert "DIFFERENT" in speed_tables.text_section("decode", bench.rows)
     results = {"rows": bench.rows, "differences": bench.differences, "failures": []}
-    assert report.conclusions(results) == [f"Other tokens: {sentence}"]
+    assert speed_tables.conclusions(results) == [f"Other tokens: {sentence}"]
 
 
 def test_a_lossy_cache_may_differ(bench):
@@ -244,18 +245,20 @@ def test_ratios_are_taken_within_a_round():
 
 
 def test_what_the_context_costs_is_taken_against_the_shortest_one():
-    def row(cache: str, batch: int, context: int, step_ms: float) -> dict:
-        return {"cache": cache, "batch": batch, "context": context, "step_ms": step_ms}
+    def row(cache: str, batch: int, context: int, step_ms: float, least: float) -> dict:
+        return {"cache": cache, "batch": batch, "context": context, "step_ms": step_ms, "step_ms_min": least}
 
     rows = [
-        row("dynamic", 1, 512, 30.0),
-        row("dynamic", 1, 16, 10.0),
-        row("dynamic", 8, 512, 99.0),
-        row("paged", 1, 16, 11.0),
-        row("paged", 1, 512, 16.0),
+        row("dynamic", 1, 512, 30.0, 29.0),
+        row("dynamic", 1, 16, 10.0, 9.0),
+        row("dynamic", 8, 512, 99.0, 98.0),
+        row("paged", 1, 16, 11.0, 10.0),
+        row("paged", 1, 512, 16.0, 14.0),
     ]
-    costs = [(row.get("context_ms"), row.get("context_ratio")) for row in report.with_cost_of_context(rows)]
+    rows = speed_tables.with_cost_of_context(rows)
+    costs = [(row.get("context_ms"), row.get("context_ratio")) for row in rows]
     assert costs == [(20.0, 1.0), (None, None), (None, None), (None, None), (5.0, 0.25)]
+    assert [row.get("context_ratio_min") for row in rows] == [1.0, None, None, None, 0.2]
 
 
 def test_steps_that_open_a_block():
@@ -314,7 +317,7 @@ def test_prompts_longer_than_the_text_are_refused(tokenizer, monkeypatch):
         ("--dtype float8", "invalid choice: 'float8'"),
         ("--json no/such/folder/speed.json", "the folder of no/such/folder/speed.json does not exist"),
         ("--sections padding --plot speed.png", "add one of them to --sections"),
-        ("--contexts 510 --new-tokens 4", "510 tokens and 4 new ones do not fit the model's 512 positions"),
+        ("--contexts 510 --new-tokens 4", "510 tokens and 4 new ones does not fit the model's 512 positions"),
         ("--model no/such/model", "no/such/model"),
     ],
 )
