@@ -6,6 +6,7 @@ adapters and mode. `Identity` says all of that in plain text and numbers, and `N
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from hf_paged_cache.codecs import KVQuant, LayerCodecs
@@ -141,6 +142,26 @@ def codec_text(kv: str | KVQuant) -> str:
     if details["base"] in PRESETS:
         layers.setdefault("sliding", _codec_details("raw"))  # as LayerCodecs does
     return canonical(details | {"layers": layers})
+
+
+def kv_of_text(codec: str) -> str | KVQuant:
+    """What `codec_text` gave the text of.
+
+    Raises:
+        ValueError: this release has no such codec.
+    """
+    details = json.loads(codec)
+    layers = {
+        layer if layer == "sliding" else int(layer): _quant_of(choice) for layer, choice in details["layers"].items()
+    }
+    kv = _quant_of(details | {"layers": layers})
+    if codec_text(kv) != codec:
+        raise ValueError(f"another codec than this release has: {codec}")
+    return kv
+
+
+def _quant_of(details: Mapping[str, Any]) -> str | KVQuant:
+    return "raw" if details["base"] == "raw" else KVQuant(**details)
 
 
 def _codec_details(kv: str | KVQuant) -> dict[str, Any]:

@@ -3,19 +3,18 @@
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from hf_paged_cache.blocks import BlockAllocator
-from hf_paged_cache.codecs import Geometry
-from hf_paged_cache.errors import StoreFileError
 from hf_paged_cache.groups import LayerGroup
 from hf_paged_cache.pool import GroupPool
-from hf_paged_cache.prefix import Match, PrefixIndex, PrefixNode, tokens_of
-from hf_paged_cache.store_file import BlocksToWrite, Runs, SavedKind, StoreFile, TensorToWrite
+from hf_paged_cache.prefix import Match, PrefixIndex, PrefixNode
+from hf_paged_cache.prompts import Prompts
+from hf_paged_cache.saved_blocks import HeldBlocks, SavedBlocks
+from hf_paged_cache.store_file import StoreFile
 
 
 class _Kinds(NamedTuple):
@@ -30,22 +29,6 @@ class _Kinds(NamedTuple):
     block: int
     hot: int | None
     window: int | None
-
-
-class Held(NamedTuple):
-    """What a store knows, held as it is for as long as it takes to save it.
-
-    Attributes:
-        runs: the token runs, with the places that their blocks are to have.
-        kinds: the kinds of blocks.
-        block_ids: int32 `[kinds, runs]`, the blocks that are in memory and held; 0 for none.
-        tensors: the planes of all layers.
-    """
-
-    runs: Runs
-    kinds: list[SavedKind]
-    block_ids: np.ndarray
-    tensors: list[TensorToWrite]
 
 
 class KnownBlocks:
@@ -72,8 +55,7 @@ class KnownBlocks:
             self._pools += pools
         required = [kinds.block for kinds in self._groups if kinds.window is None]
         self.index = PrefixIndex(block_size, len(self._pools), required)
-        self._file: StoreFile | None = None
-        self._device_of: Callable[[int], torch.device] | None = None
+        self._saved: SavedBlocks | None = None
         for kind, allocator in enumerate(self.allocators):
             allocator.on_evict = _Forget(self, kind)
 
@@ -86,6 +68,27 @@ class KnownBlocks:
     def num_bytes(self) -> int:
         """Bytes of the blocks that are known."""
         return sum(pool.allocator.num_retained * pool.block_bytes for pool in self._pools)
+
+    def match(self, root: PrefixNode, prompts: Prompts, stops: Sequence[int] = ()) -> list[Match]:
+        """What is known of each row of a batch under a root, up to the first of the tokens `stops` in it."""
+        ends = [np.append(np.flatnonzero(np.isin(tokens, stops)), len(tokens))[0] for tokens in prompts.rows]
+        return [self.index.match(root, tokens[:end]) for tokens, end in zip(prompts.rows, ends, strict=True)]
+
+    def common_columns(self, prompts: Prompts, matches: Sequence[Match], *, in_memory: bool = False) -> int:
+        """The last column up to which all rows are known, the last one of the prompts left out.
+
+        With `in_memory`, without what would have to be read from a file first.
+        """
+        if not matches:
+            return 0
+        num_columns, wanted = prompts.num_columns - 1, None
+        while num_columns != wanted:
+            wanted = num_columns
+            for match, pad in zip(matches, prompts.padding.tolist(), strict=True):
+                if pad < num_columns:
+                    usable = self.usable_tokens(match, num_columns - pad, in_memory=in_memory)
+                    num_columns = pad + usable
+        return num_columns if any(pad < num_columns for pad in prompts.padding.tolist()) else 0
 
     def usable_tokens(self, match: Match, limit: int, *, in_memory: bool = False) -> int:
         """The most tokens of a match, up to `limit`, after which every layer group has what a next token reads.
@@ -168,7 +171,7 @@ class KnownBlocks:
         for kind, block_id in added.taken:
             self.allocators[kind].retain([block_id])
         for kinds, group in zip(self._groups, groups, strict=True):
-            known = np.array([node.blocks[kinds.block] for node in added.nodes[:num_full]], dtype=np.int32)
+            known = np.array([node.block_of(kinds.block) for node in added.nodes[:num_full]], dtype=np.int32)
             own = blocks[kinds.block, :num_full]
             others = np.flatnonzero((known != 0) & (own != 0) & (known != own))
             if others.size:
@@ -196,15 +199,9 @@ class KnownBlocks:
         Raises:
             StoreFileError: the file has other planes than the codecs of the layers.
         """
-        runs = file.runs
-        if [(kind.window, kind.is_hot) for kind in file.kinds] != self._kinds_of_blocks():
-            raise StoreFileError(f"{file.path} has blocks of other layer groups than the model. Save the store again")
-        for kind, (pool, num_blocks) in enumerate(zip(self._pools, runs.num_blocks, strict=True)):
-            for layer_idx, geometry in file.kinds[kind].layers.items():
-                for name, plane in pool.empty_planes(layer_idx, geometry, num_blocks).items():
-                    file.check_plane(kind, layer_idx, name, plane)
-        self._file, self._device_of = file, device_of
+        self._saved = SavedBlocks(file, self._pools, self._kinds_of_blocks(), device_of)
         nodes: list[PrefixNode] = []
+        runs = file.runs
         columns = (runs.parent.tolist(), runs.tree.tolist(), runs.num_tokens.tolist())
         for run, (parent, tree, num_tokens) in enumerate(zip(*columns, strict=True)):
             node = roots[tree] if parent < 0 else nodes[parent]
@@ -212,49 +209,15 @@ class KnownBlocks:
 
     def detach(self) -> None:
         """Lets go of the file, after all runs were forgotten."""
-        self._file = self._device_of = None
+        self._saved = None
 
-    def hold(self, roots: Sequence[PrefixNode]) -> Held:
-        """Holds all blocks under some roots that are in memory, so that they can be saved without the lock.
-
-        They keep their content until `release`: rows copy what others hold, and nothing is given up that is held.
+    def hold(self, roots: Sequence[PrefixNode]) -> HeldBlocks:
+        """Holds all blocks under some roots, so that they can be saved without the lock.
 
         Raises:
             StoreFileError: the model computes keys of another dtype or shape than the file has that blocks are in.
         """
-        branches = [list(self.index.runs_after(root)) for root in roots]
-        nodes = [node for branch in branches for node in branch]
-        number = dict.fromkeys(roots, -1) | {node: run for run, node in enumerate(nodes)}
-        tokens = np.zeros((len(nodes), self._block_size), dtype=np.int32)
-        for run, node in enumerate(nodes):
-            tokens[run, : node.num_tokens] = tokens_of(node.run)
-        shape = (len(nodes), len(self._pools))
-        block_ids = np.array([node.blocks for node in nodes], dtype=np.int32).reshape(shape).T
-        saved = np.array([self._saved_places(node) for node in nodes], dtype=np.int64).reshape(shape).T
-        is_there = (block_ids != 0) | (saved >= 0)
-        runs = Runs(
-            tokens=tokens,
-            num_tokens=np.array([node.num_tokens for node in nodes], dtype=np.int64),
-            parent=np.array([number[node.parent] for node in nodes], dtype=np.int64),
-            tree=np.arange(len(roots)).repeat([len(branch) for branch in branches]),
-            places=np.where(is_there, np.cumsum(is_there, axis=1) - 1, -1),
-        )
-        kinds, tensors = [], []
-        described = zip(self._pools, self._kinds_of_blocks(), self._geometries(), is_there, strict=True)
-        for kind, (pool, about, geometries, chosen) in enumerate(described):
-            blocks = BlocksToWrite(
-                pool, runs.num_tokens[chosen], block_ids[kind, chosen], self._file, kind, saved[kind, chosen]
-            )
-            kinds.append(SavedKind(*about, geometries))
-            tensors += blocks.tensors(kinds[-1])
-        for allocator, ids in zip(self.allocators, block_ids, strict=True):
-            allocator.acquire(ids)
-        return Held(runs, kinds, block_ids, tensors)
-
-    def release(self, held: Held) -> None:
-        """Undoes `hold`."""
-        for allocator, ids in zip(self.allocators, held.block_ids, strict=True):
-            allocator.release(ids)
+        return HeldBlocks(self.index, roots, self._pools, self._kinds_of_blocks(), self._saved)
 
     def is_held(self, node: PrefixNode) -> bool:
         """Whether some row holds a block of a run."""
@@ -303,7 +266,7 @@ class KnownBlocks:
 
     def _is_known(self, kind: int, node: PrefixNode, in_memory: bool) -> bool:
         """Whether a run has a block of a kind, in memory or, unless only that counts, in the file."""
-        return node.blocks[kind] != 0 or (not in_memory and self._saved_places(node)[kind] >= 0)
+        return node.block_of(kind) != 0 or (not in_memory and self._is_saved(kind, node))
 
     @contextmanager
     def _in_memory(self, rows: Sequence[Sequence[PrefixNode]], is_read: np.ndarray) -> Iterator[None]:
@@ -323,12 +286,10 @@ class KnownBlocks:
             for kind, allocator in enumerate(self.allocators):
                 wanted = zip(rows, is_read[kind], strict=True)
                 nodes = dict.fromkeys(nodes[run] for nodes, read in wanted for run in np.flatnonzero(read).tolist())
-                present = np.array([node.blocks[kind] for node in nodes], dtype=np.int32)
+                present = np.array([node.block_of(kind) for node in nodes], dtype=np.int32)
                 allocator.acquire(present)
                 held.append((allocator, present))
-                missing.append(
-                    [node for node in nodes if not node.blocks[kind] and self._saved_places(node)[kind] >= 0]
-                )
+                missing.append([node for node in nodes if not node.block_of(kind) and self._is_saved(kind, node)])
             if any(missing):
                 self._read_in(missing, held)
             yield
@@ -338,30 +299,23 @@ class KnownBlocks:
 
     def _read_in(self, missing: Sequence[Sequence[PrefixNode]], held: list[tuple[BlockAllocator, np.ndarray]]) -> None:
         """Reads the blocks of runs, for each kind those of `missing`, and adds them to what is held."""
-        geometries = self._geometries()
-        for kinds in self._groups:
-            for layer_idx, geometry in geometries[kinds.block].items():
-                self._pools[kinds.block].layer_of(layer_idx, geometry)
+        self._saved.make_layers()
         taken: dict[int, np.ndarray] = {}
         for kind in reversed(range(len(self._pools))):  # hot blocks first, as where rows grow
             if missing[kind]:
                 taken[kind] = self._pools[kind].allocate(len(missing[kind]))
                 held.append((self.allocators[kind], taken[kind]))
         for kind, block_ids in taken.items():
-            places = self._file.runs.places[kind, [node.saved for node in missing[kind]]]
-            for layer_idx in geometries[kind]:
-                for name in self._pools[kind].layers[layer_idx].planes_by_name:
-                    blocks = self._file.read_plane(kind, layer_idx, name, places)
-                    self._pools[kind].write_blocks(layer_idx, name, blocks, block_ids)
+            self._saved.read(kind, missing[kind], block_ids)
         # Known only now: after a failure they are free blocks.
         for kind, block_ids in taken.items():
             for node, block_id in zip(missing[kind], block_ids.tolist(), strict=True):
                 self.index.set_block(node, kind, block_id)
             self.allocators[kind].retain(block_ids.tolist())
 
-    def _saved_places(self, node: PrefixNode) -> Sequence[int]:
-        """Where the blocks of a run stand in the file, for each kind; -1 for nowhere."""
-        return (-1,) * len(self._pools) if node.saved < 0 else self._file.runs.places[:, node.saved]
+    def _is_saved(self, kind: int, node: PrefixNode) -> bool:
+        """Whether a run has a block of a kind in the file."""
+        return self._saved is not None and self._saved.places(node)[kind] >= 0
 
     def _kinds_of_blocks(self) -> list[tuple[int | None, bool]]:
         """For each kind the window of its layers, and whether it is the hot one."""
@@ -370,24 +324,6 @@ class KnownBlocks:
             for kinds in self._groups
             for is_hot in ((False,) if kinds.hot is None else (False, True))
         ]
-
-    def _geometries(self) -> list[dict[int, Geometry]]:
-        """For each kind the layers that have such blocks, in memory or in the file.
-
-        Raises:
-            StoreFileError: those in the file are of another dtype or shape.
-        """
-        geometries = [{idx: layer.geometry for idx, layer in pool.layers.items()} for pool in self._pools]
-        for kind, in_memory in enumerate(geometries if self._file is not None else ()):
-            for layer_idx, saved in self._file.kinds[kind].layers.items():
-                if layer_idx not in in_memory:
-                    in_memory[layer_idx] = replace(saved, device=self._device_of(layer_idx))
-                elif replace(saved, device=in_memory[layer_idx].device) != in_memory[layer_idx]:
-                    raise StoreFileError(
-                        f"layer {layer_idx} now has {in_memory[layer_idx]}, but {self._file.path} was saved with "
-                        f"{saved}. Use the model as it was used then, autocast included, or a store of its own"
-                    )
-        return geometries
 
     def _forget(self, blocks: Sequence[tuple[int, int]]) -> None:
         for kind, block_id in blocks:

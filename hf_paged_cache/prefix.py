@@ -10,7 +10,6 @@ Only runs of `block_size` tokens have children. A shorter one, the end of what w
 longer one that begins with it.
 """
 
-import struct
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -21,6 +20,11 @@ TOKEN_BYTES = 4
 
 # Big-endian, so that the order of the bytes is that of the tokens, and equal beginnings stand next to each other.
 _TOKEN = np.dtype(">i4")
+
+
+# Of the numbers of a node, from the lowest bits on: how many kinds of blocks there are, their ids, place + 1.
+_COUNT_BITS, _NUMBER_BITS = 8, 32
+_COUNT, _NUMBER = 2**_COUNT_BITS - 1, 2**_NUMBER_BITS - 1
 
 
 class PrefixNode:
@@ -34,23 +38,40 @@ class PrefixNode:
         saved: place of its blocks in a file that they can be read from; -1 for none.
     """
 
-    __slots__ = ("_packed", "children", "parent", "run", "saved")
+    # There are many nodes, and one number takes a third of what a tuple of ids and a slot for the place do.
+    __slots__ = ("_numbers", "children", "parent", "run")
 
-    def __init__(self, parent: "PrefixNode | None", run: bytes, blocks: Sequence[int]) -> None:
+    def __init__(self, parent: "PrefixNode | None", run: bytes, num_kinds: int) -> None:
         self.parent = parent
         self.run = run
-        self.blocks = blocks
         self.children: PrefixNode | _Children | None = None
-        self.saved = -1
+        self._numbers = num_kinds  # without blocks, and in no file
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        return struct.unpack(f"{len(self._packed) // 4}i", self._packed)
+        return tuple(self.block_of(kind) for kind in range(self._numbers & _COUNT))
 
-    @blocks.setter
-    def blocks(self, blocks: Sequence[int]) -> None:
-        # There are many nodes, and this takes half of what a tuple of numbers does.
-        self._packed = struct.pack(f"{len(blocks)}i", *blocks)
+    def block_of(self, kind: int) -> int:
+        """The block of one kind; 0 if there is none."""
+        return self._numbers >> _COUNT_BITS + _NUMBER_BITS * kind & _NUMBER
+
+    def set_block(self, kind: int, block_id: int) -> None:
+        """Changes the block of one kind."""
+        shift = _COUNT_BITS + _NUMBER_BITS * kind
+        self._numbers = self._numbers & ~(_NUMBER << shift) | block_id << shift
+
+    @property
+    def saved(self) -> int:
+        return (self._numbers >> self._saved_shift) - 1
+
+    @saved.setter
+    def saved(self, place: int) -> None:
+        shift = self._saved_shift
+        self._numbers = self._numbers & (1 << shift) - 1 | place + 1 << shift
+
+    @property
+    def _saved_shift(self) -> int:
+        return _COUNT_BITS + _NUMBER_BITS * (self._numbers & _COUNT)
 
     @property
     def num_tokens(self) -> int:
@@ -166,11 +187,11 @@ class PrefixIndex:
         self._required = frozenset(required)
         # By kind and block id.
         self._nodes: list[list[PrefixNode | None]] = [[] for _ in range(num_kinds)]
-        self._nothing = (0,) * num_kinds
+        self._num_kinds = num_kinds
 
     def new_root(self) -> PrefixNode:
         """The beginning of a tree of its own."""
-        return PrefixNode(None, b"", self._nothing)
+        return PrefixNode(None, b"", self._num_kinds)
 
     def match(self, root: PrefixNode, tokens: np.ndarray) -> Match:
         """The longest beginning of `tokens`, int `[n]`, that is known under `root`."""
@@ -199,7 +220,7 @@ class PrefixIndex:
             node = node.child(run) or self._grown(node, run, result) or self._new(node, run)
             for kind, block_id in enumerate(own):
                 # What a longer run has is known of it; what a shorter one has is its own.
-                if block_id and not node.blocks[kind] and len(node.run) == len(run):
+                if block_id and not node.block_of(kind) and len(node.run) == len(run):
                     self.set_block(node, kind, block_id)
                     result.taken.append((kind, block_id))
             result.nodes.append(node)
@@ -212,7 +233,7 @@ class PrefixIndex:
 
     def set_block(self, node: PrefixNode, kind: int, block_id: int) -> None:
         """Gives a run a block of a kind that it has none of."""
-        node.blocks = (*node.blocks[:kind], block_id, *node.blocks[kind + 1 :])
+        node.set_block(kind, block_id)
         nodes = self._nodes[kind]
         if block_id >= len(nodes):
             nodes.extend([None] * (block_id + 1 - len(nodes)))
@@ -267,7 +288,7 @@ class PrefixIndex:
         return dropped
 
     def _new(self, parent: PrefixNode, run: bytes) -> PrefixNode:
-        node = PrefixNode(parent, run, self._nothing)
+        node = PrefixNode(parent, run, self._num_kinds)
         parent.add(node)
         self.num_nodes += 1
         return node
@@ -292,8 +313,8 @@ class PrefixIndex:
             node = node.parent
 
     def _unregister(self, node: PrefixNode, kind: int) -> None:
-        self._nodes[kind][node.blocks[kind]] = None
-        node.blocks = (*node.blocks[:kind], 0, *node.blocks[kind + 1 :])
+        self._nodes[kind][node.block_of(kind)] = None
+        node.set_block(kind, 0)
 
     def _drop_blocks(self, node: PrefixNode) -> list[tuple[int, int]]:
         dropped = [(kind, block_id) for kind, block_id in enumerate(node.blocks) if block_id]

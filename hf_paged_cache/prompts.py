@@ -24,6 +24,23 @@ class Prompts(NamedTuple):
     num_columns: int
     why_unknown: str
 
+    def check_known(self, num_columns: int, placeholders: Sequence[int]) -> None:
+        """Raises `InvalidArgumentError` if inputs beside tokens belong to a part of the prompts that is not known.
+
+        Args:
+            num_columns: columns that are known.
+            placeholders: tokens that stand for such inputs.
+        """
+        missing = sum(
+            int(np.isin(tokens[max(num_columns - pad, 0) :], placeholders).sum())
+            for tokens, pad in zip(self.rows, self.padding.tolist(), strict=True)
+        )
+        if missing:
+            raise InvalidArgumentError(
+                f"{missing} tokens of the prompt stand for images or the like that are not known under this "
+                "content_key: pass these inputs to `cache_for` and `generate`"
+            )
+
 
 def read_prompts(input_ids: Any, attention_mask: Any) -> Prompts:
     """The rows of `input_ids` `[num_rows, num_columns]` under an attention mask of that shape, or none.
@@ -48,6 +65,13 @@ def read_prompts(input_ids: Any, attention_mask: Any) -> Prompts:
     rows = [tokens[pad:] for tokens, pad in zip(ids, padding.tolist(), strict=True)]
     why = "" if is_left_padded else "the attention mask hides tokens after the first one of a row"
     return Prompts(rows, padding, ids.shape[1], why)
+
+
+def ends_and_pads(generation_config: Any, options: Mapping[str, Any]) -> list[list[int]]:
+    """The tokens that end an answer, and those that fill rows up, as `generate` has them with these options."""
+    config = options.get("generation_config") or generation_config
+    tokens = [options.get(name, getattr(config, name, None)) for name in ("eos_token_id", "pad_token_id")]
+    return [[] if token is None else token if isinstance(token, list) else [token] for token in tokens]
 
 
 def inferred_mask(input_ids: Any, pads: Sequence[int], ends: Sequence[int]) -> torch.Tensor | None:

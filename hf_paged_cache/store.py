@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from hf_paged_cache.model_identity import ModelIdentity
 from hf_paged_cache.origin import Origin
 from hf_paged_cache.prefill import prefill
 from hf_paged_cache.prefix import Match, PrefixNode, tokens_of
-from hf_paged_cache.prompts import Prompts, inferred_mask, inputs_beside_tokens, read_prompts
+from hf_paged_cache.prompts import Prompts, ends_and_pads, inferred_mask, inputs_beside_tokens, read_prompts
 from hf_paged_cache.resumable import counts_columns, layer_device, placeholders, why_never
 from hf_paged_cache.session import Pin, Session
 from hf_paged_cache.sharing import plan_parts
@@ -129,7 +129,7 @@ class BlockStore:
         if not is_integer(copies) or copies < 1:
             raise InvalidArgumentError(f"copies={copies!r}: expected at least 1")
         if attention_mask is None:
-            ends, pads = self._ends_and_pads(inputs)
+            ends, pads = ends_and_pads(self.model.generation_config, inputs)
             attention_mask = inferred_mask(input_ids, pads, ends)
         prompts = read_prompts(input_ids, attention_mask)
         beside = inputs_beside_tokens(inputs)
@@ -147,7 +147,7 @@ class BlockStore:
         stops = placeholders(self.model.config) if content_key is not None else []
         cache = self._begin(prompts, namespace, num_computed, why, is_unknown=is_unknown, stops=stops if beside else [])
         if stops and not beside:
-            _check_known(cache, prompts, stops)
+            prompts.check_known(cache.get_seq_length(), stops)
         with self._lock:
             self._counts.add_lookup(prompts, cache.origin)
         if copies == 1:
@@ -194,7 +194,7 @@ class BlockStore:
             )
         cache.check_finished()
         sequences = getattr(output, "sequences", output)
-        rows = origin.known_rows(table.seq_lens.tolist(), sequences, *self._ends_and_pads({}))
+        rows = origin.known_rows(table.seq_lens.tolist(), sequences, *ends_and_pads(self.model.generation_config, {}))
         with self._lock:
             root = self._tree(origin.namespace)
             for row, tokens in enumerate(rows):
@@ -289,7 +289,7 @@ class BlockStore:
             write_store_file(path, identity, names, held.kinds, held.runs, held.tensors)
         finally:
             with self._lock:
-                self._known.release(held)
+                held.release()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Any, *, memory: int | str, backend: Any = None) -> "BlockStore":
@@ -371,13 +371,13 @@ class BlockStore:
             cache = self._root.fork()
             for group in cache.groups:
                 group.keeps_past = not is_unknown
-            matches = [] if why else self._matches(prompts, namespace, stops)
-            num_columns, why_less = self._common_columns(prompts, matches), why
+            matches = [] if why else self._known.match(self._tree(namespace), prompts, stops)
+            num_columns, why_less = self._known.common_columns(prompts, matches), why
             try:
                 padding = self._adopt(cache, prompts, matches, num_columns)
             except OutOfBlocks:
                 why_less = "there is no room for what would have to be read from the file"
-                num_columns = self._common_columns(prompts, matches, in_memory=True)
+                num_columns = self._known.common_columns(prompts, matches, in_memory=True)
                 padding = self._adopt(cache, prompts, matches, num_columns)
             reused = max(int((num_columns - padding).sum()) - num_computed, 0)
         cache.origin = Origin(self._known, namespace, prompts.rows, prompts.padding, reused, why_less, is_unknown)
@@ -391,25 +391,6 @@ class BlockStore:
             self._known.begin(cache.groups, matches, num_columns, padding)
         return padding
 
-    def _matches(self, prompts: Prompts, namespace: Namespace, stops: Sequence[int] = ()) -> list[Match]:
-        root = self._tree(namespace)
-        ends = [np.append(np.flatnonzero(np.isin(tokens, stops)), len(tokens))[0] for tokens in prompts.rows]
-        return [self._known.index.match(root, tokens[:end]) for tokens, end in zip(prompts.rows, ends, strict=True)]
-
-    def _common_columns(self, prompts: Prompts, matches: Sequence[Match], *, in_memory: bool = False) -> int:
-        """The last column up to which all rows are known, the last one of the prompts left out; with `in_memory`,
-        without what would have to be read from a file."""
-        if not matches:
-            return 0
-        num_columns, wanted = prompts.num_columns - 1, None
-        while num_columns != wanted:
-            wanted = num_columns
-            for match, pad in zip(matches, prompts.padding.tolist(), strict=True):
-                if pad < num_columns:
-                    usable = self._known.usable_tokens(match, num_columns - pad, in_memory=in_memory)
-                    num_columns = pad + usable
-        return num_columns if any(pad < num_columns for pad in prompts.padding.tolist()) else 0
-
     def _compute_parts(self, prompts: Prompts, namespace: Namespace) -> int:
         """Computes what rows share or lack, where it pays.
 
@@ -419,9 +400,10 @@ class BlockStore:
         if len(prompts.rows) == 1:
             return 0
         with self._lock:
+            matches = self._known.match(self._tree(namespace), prompts)
             known = [
                 self._known.usable_tokens(match, len(tokens) - 1)
-                for match, tokens in zip(self._matches(prompts, namespace), prompts.rows, strict=True)
+                for match, tokens in zip(matches, prompts.rows, strict=True)
             ]
         parts = plan_parts(prompts.rows, known, prompts.padding.tolist(), least_saved=self._root.block_size)
         num_computed, caches = 0, []
@@ -455,28 +437,8 @@ class BlockStore:
             self._dtype = identity.dtype
         return identity
 
-    def _ends_and_pads(self, options: Mapping[str, Any]) -> list[list[int]]:
-        """The tokens that end an answer, and those that fill rows up, as `generate` has them with these options."""
-        config = options.get("generation_config") or self.model.generation_config
-        tokens = [options.get(name, getattr(config, name, None)) for name in ("eos_token_id", "pad_token_id")]
-        return [[] if token is None else token if isinstance(token, list) else [token] for token in tokens]
-
     def _tree(self, namespace: Namespace) -> PrefixNode:
         if namespace not in self._trees:
             self._trees = {known: root for known, root in self._trees.items() if root.children is not None}
             self._trees[namespace] = self._known.index.new_root()
         return self._trees[namespace]
-
-
-def _check_known(cache: PagedCache, prompts: Prompts, stops: Sequence[int]) -> None:
-    """Raises `InvalidArgumentError` if inputs beside tokens belong to a part of the prompts that is not in a cache."""
-    num_columns = cache.get_seq_length()
-    missing = sum(
-        int(np.isin(tokens[max(num_columns - pad, 0) :], stops).sum())
-        for tokens, pad in zip(prompts.rows, prompts.padding.tolist(), strict=True)
-    )
-    if missing:
-        raise InvalidArgumentError(
-            f"{missing} tokens of the prompt stand for images or the like that are not known under this content_key: "
-            "pass these inputs to `cache_for` and `generate`"
-        )

@@ -20,10 +20,9 @@ import json
 import os
 import secrets
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -32,91 +31,16 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hf_paged_cache.codecs import Geometry, KVQuant
 from hf_paged_cache.errors import StoreFileError
-from hf_paged_cache.identity import Identity, codec_text
-from hf_paged_cache.pool import GroupPool
+from hf_paged_cache.identity import Identity, kv_of_text
+from hf_paged_cache.store_format import DTYPE_NAMES, Runs, SavedKind
 
 FORMAT = "hf_paged_cache.BlockStore"
 VERSION = "1"
 """Of the layout of the file; raise it when anything in it gets another meaning."""
 
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-}
-_DTYPES = {str(dtype): dtype for dtype in _DTYPE_NAMES}
 _INDEX_DTYPES = {"tokens": torch.int32}  # of the others int64
 _ALIGNMENT = 8
-
-
-class SavedKind(NamedTuple):
-    """What one kind of blocks is: those of a layer group, or its hot ones.
-
-    Attributes:
-        window: tokens that the layers of the group look back; `None` for all.
-        is_hot: whether they are hot blocks.
-        layers: shape and dtypes of the keys and values of each layer that has such blocks, by its index.
-    """
-
-    window: int | None
-    is_hot: bool
-    layers: Mapping[int, Geometry]
-
-    def plane_name(self, layer_idx: int, name: str) -> str:
-        """The tensor of a plane in the file."""
-        return f"layers.{layer_idx}.{'hot.' if self.is_hot else ''}{name}"
-
-
-class Runs(NamedTuple):
-    """The token runs of a file, each after the one that it follows.
-
-    Attributes:
-        tokens: int32 `[runs, block_size]`; 0 behind the last one of a run.
-        num_tokens: int64 `[runs]`
-        parent: int64 `[runs]`, the run before; -1 at the beginning of a tree.
-        tree: int64 `[runs]`
-        places: int64 `[kinds, runs]`, where the blocks of each kind stand in the planes; -1 for none.
-    """
-
-    tokens: np.ndarray
-    num_tokens: np.ndarray
-    parent: np.ndarray
-    tree: np.ndarray
-    places: np.ndarray
-
-    @property
-    def num_blocks(self) -> list[int]:
-        """Blocks of each kind."""
-        return (self.places >= 0).sum(axis=1).tolist()
-
-    def are_sound(self, num_kinds: int, num_trees: int, block_size: int) -> bool:
-        """Whether the numbers refer to what there is."""
-        count = len(self.num_tokens)
-        shapes = [(count, block_size), (count,), (count,), (count,), (num_kinds, count)]
-        if [part.shape for part in self] != shapes:
-            return False
-        follows = self.parent >= 0
-        before = self.parent[follows]
-        return bool(
-            ((self.num_tokens > 0) & (self.num_tokens <= block_size)).all()
-            and ((self.parent >= -1) & (self.parent < np.arange(count))).all()
-            and ((self.tree >= 0) & (self.tree < num_trees)).all()
-            and (self.tree[before] == self.tree[follows]).all()
-            and (self.num_tokens[before] == block_size).all()
-            and all(
-                np.array_equal(np.sort(places[places >= 0]), np.arange(num_blocks)) and (places >= -1).all()
-                for places, num_blocks in zip(self.places, self.num_blocks, strict=True)
-            )
-        )
 
 
 class TensorToWrite(NamedTuple):
@@ -132,62 +56,6 @@ class TensorToWrite(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: Callable[[], Iterable[torch.Tensor]]
-
-
-class BlocksToWrite(NamedTuple):
-    """The blocks of one kind that are about to be saved, in the order of their places in the file.
-
-    Attributes:
-        pool: what holds them.
-        num_tokens: int64 `[n]`, tokens of each.
-        block_ids: int32 `[n]`; 0 for a block that is only in another file.
-        file: that file.
-        kind: the kind of blocks there.
-        places: int64 `[n]`, where they stand in that file.
-    """
-
-    pool: GroupPool
-    num_tokens: np.ndarray
-    block_ids: np.ndarray
-    file: "StoreFile | None"
-    kind: int
-    places: np.ndarray
-
-    def tensors(self, saved_kind: SavedKind) -> list[TensorToWrite]:
-        """The planes of all layers."""
-        return [
-            TensorToWrite(
-                saved_kind.plane_name(layer_idx, name),
-                plane.dtype,
-                tuple(plane.shape),
-                partial(self._heads, layer_idx, name, plane),
-            )
-            for layer_idx, geometry in saved_kind.layers.items()
-            for name, plane in self.pool.empty_planes(layer_idx, geometry, len(self.num_tokens)).items()
-        ]
-
-    def _heads(self, layer_idx: int, name: str, plane: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The bytes of a plane shaped like `plane`, uint8 `[n, ...]` of one head after the other."""
-        in_memory = torch.from_numpy(self.block_ids != 0)
-        unwritten = self._unwritten(layer_idx)
-        for head in range(plane.shape[0] if len(unwritten) else 0):
-            blocks = torch.empty(plane.shape[1:], dtype=plane.dtype).view(torch.uint8)
-            if in_memory.any():
-                blocks[in_memory] = self.pool.read_blocks(layer_idx, name, head, self.block_ids[self.block_ids != 0])
-            if not in_memory.all():
-                places = self.places[self.block_ids == 0]
-                read = self.file.read_plane(self.kind, layer_idx, name, places, slice(head, head + 1))
-                blocks[~in_memory] = read[0].view(torch.uint8)
-            blocks.view(*unwritten.shape, -1)[unwritten] = 0
-            yield blocks
-
-    def _unwritten(self, layer_idx: int) -> torch.Tensor:
-        """What no token of a run is in, where somebody else's prompt may have left something: bool `[n, block_size]`,
-        or `[n]` for codes, which are made of full blocks only."""
-        block_size = self.pool.block_size
-        if self.pool.quantizes_blocks(layer_idx):
-            return torch.from_numpy(self.num_tokens < block_size)
-        return torch.from_numpy(np.arange(block_size)[None] >= self.num_tokens[:, None])
 
 
 class StoreFile:
@@ -222,9 +90,9 @@ class StoreFile:
             raise self._error(f"is of version {metadata.get('version')} of the format, not {VERSION}")
         try:
             self.identity = Identity.from_json(metadata["identity"])
-            self.kv = _kv_of(self.identity.codec)
+            self.kv = kv_of_text(self.identity.codec)
             self.trees = [(salt, content_key) for salt, content_key in json.loads(metadata["trees"])]
-            self.kinds = [_kind_of(kind) for kind in json.loads(metadata["kinds"])]
+            self.kinds = [SavedKind.from_json(kind) for kind in json.loads(metadata["kinds"])]
             self.runs = Runs(*(self._file.get_tensor(f"runs.{name}").numpy().copy() for name in Runs._fields))
         except (LookupError, TypeError, ValueError, AttributeError, SafetensorError) as error:
             raise self._error(f"cannot be understood ({type(error).__name__}: {error})") from error
@@ -247,7 +115,7 @@ class StoreFile:
         except SafetensorError as error:
             raise self._error(f"has no {full_name}") from error
         found = (saved.get_shape(), saved.get_dtype())
-        if found != (expected[0], _DTYPE_NAMES[expected[1]]):
+        if found != (expected[0], DTYPE_NAMES[expected[1]]):
             raise self._error(f"has {full_name} as {found[1]} {found[0]} instead of {expected[1]} {expected[0]}")
 
     def read_plane(
@@ -301,14 +169,14 @@ def write_store_file(
         # Another process has not changed its model yet.
         "identity": replace(identity, generation=0).to_json(),
         "trees": json.dumps(trees),
-        "kinds": json.dumps([_kind_as_json(kind) for kind in kinds]),
+        "kinds": json.dumps([kind.as_json() for kind in kinds]),
     }
     header: dict[str, Any] = {"__metadata__": metadata}
     tensors, end = [*planes, *map(_index_tensor, Runs._fields, runs)], 0
     for tensor in tensors:
         start, end = end, end + prod(tensor.shape) * tensor.dtype.itemsize
         header[tensor.name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": tensor.shape,
             "data_offsets": (start, end),
         }
@@ -381,41 +249,3 @@ def _open(path: Path) -> Any:
             # another process replaces it just now.
             if os.path.samestat(opened, os.stat(path)):
                 return mapped
-
-
-def _kind_as_json(kind: SavedKind) -> dict[str, Any]:
-    layers = {}
-    for layer_idx, geometry in kind.layers.items():
-        details = {name: value for name, value in asdict(geometry).items() if name != "device"}
-        dtypes = {name: str(details[name]) for name in ("key_dtype", "value_dtype")}
-        layers[str(layer_idx)] = details | dtypes
-    return {"window": kind.window, "is_hot": kind.is_hot, "layers": layers}
-
-
-def _kind_of(values: Mapping[str, Any]) -> SavedKind:
-    """What `_kind_as_json` gave; the layers are on the CPU."""
-    layers = {}
-    for layer_idx, details in values["layers"].items():
-        dtypes = {name: _DTYPES[details[name]] for name in ("key_dtype", "value_dtype")}
-        layers[int(layer_idx)] = Geometry(**details | dtypes, device=torch.device("cpu"))
-    return SavedKind(values["window"], values["is_hot"], layers)
-
-
-def _kv_of(codec: str) -> str | KVQuant:
-    """What `codec_text` gave the text of.
-
-    Raises:
-        ValueError: this release has no such codec.
-    """
-    details = json.loads(codec)
-    layers = {
-        layer if layer == "sliding" else int(layer): _quant_of(choice) for layer, choice in details["layers"].items()
-    }
-    kv = _quant_of(details | {"layers": layers})
-    if codec_text(kv) != codec:
-        raise ValueError(f"another codec than this release has: {codec}")
-    return kv
-
-
-def _quant_of(details: Mapping[str, Any]) -> str | KVQuant:
-    return "raw" if details["base"] == "raw" else KVQuant(**details)

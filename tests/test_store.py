@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -36,22 +36,11 @@ from hf_paged_cache import (
 )
 from hf_paged_cache.prefill import CACHE_ARGUMENT
 from tests.conftest import FIRST_WORD, VOCABULARY
-
-SIZE = 16
+from tests.stores import SIZE, check_unheld, generate, make_store
 
 
 def words(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(FIRST_WORD, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def make_store(model: PreTrainedModel, memory: int | str = "4MiB", **options: Any) -> BlockStore:
-    return BlockStore(model, memory=memory, block_size=SIZE, **options)
-
-
-def generate(model: PreTrainedModel, cache: PagedCache, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
-    mask = torch.ones_like(ids) if mask is None else mask
-    options = {"max_new_tokens": 6, "do_sample": False, **options}
-    return model.generate(ids, attention_mask=mask, **{CACHE_ARGUMENT: cache}, **options)
 
 
 def cold(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
@@ -65,14 +54,6 @@ def turn(store: BlockStore, ids: Tensor, mask: Tensor | None = None, **options: 
     output = generate(store.model, cache, ids, mask, **options)
     store.commit(cache, output)
     return output, reused
-
-
-def check_conserved(store: BlockStore) -> None:
-    """No block is lost, and none stays held by caches that are gone."""
-    gc.collect()
-    for allocator in store._known.allocators:
-        assert allocator.num_free + allocator.num_reusable + allocator.num_referenced == allocator.num_blocks - 1
-        assert allocator.num_referenced == 0
 
 
 @pytest.fixture(params=["full", "windows"])
@@ -96,7 +77,7 @@ class TestOneRow:
         assert torch.equal(longer, cold(model, ids))
         # The first generated token may be the next one of the prompt by chance.
         assert length <= reused < length + 3
-        check_conserved(store)
+        check_unheld(store)
 
     def test_the_next_turn_of_a_chat_computes_only_what_is_new(self, model):
         store, history, known = make_store(model), words(1, 40), 0
@@ -107,7 +88,7 @@ class TestOneRow:
             assert reused == known
             known = output.shape[1] - 1  # the last token was never fed
             history = torch.cat([output, words(1, 7, seed=number + 1)], dim=1)
-        check_conserved(store)
+        check_unheld(store)
 
     def test_a_prompt_that_parts_in_the_middle_of_a_block_reuses_to_the_token(self, llama):
         store, ids = make_store(llama()), words(1, 60)
@@ -159,7 +140,7 @@ class TestOneRow:
 def check_conserved_after(store: BlockStore, *caches: PagedCache) -> None:
     for cache in caches:
         cache.reset()
-    check_conserved(store)
+    check_unheld(store)
 
 
 class TestBatches:
@@ -172,7 +153,7 @@ class TestBatches:
         output, reused = turn(store, ids)
         assert reused == 2 * 40
         assert torch.equal(output, cold(model, ids))
-        check_conserved(store)
+        check_unheld(store)
 
     @pytest.mark.parametrize("share", [True, False])
     def test_left_padding_does_not_matter(self, model, prompts, share):
@@ -383,7 +364,7 @@ class TestCommit:
         batch = torch.cat([words(1, 40), words(1, 40)]), (torch.arange(40)[None] >= torch.tensor([[0], [34]])).long()
         turn(store, *batch)
         assert store.cache_for(words(1, 40)).stats().reused_tokens == 39
-        check_conserved(store)
+        check_unheld(store)
 
     def test_after_beam_search_the_prompts_are_checked_too(self, llama):
         store, ids = make_store(llama()), words(2, 40)
@@ -465,7 +446,7 @@ class TestIdentity:
         model.to(torch.bfloat16)
         assert torch.equal(turn(store, ids)[0], cold(model, ids))
         assert turn(store, ids)[1] == 39
-        check_conserved(store)
+        check_unheld(store)
 
     def test_invalidate_forgets(self, llama):
         store, ids = make_store(llama()), words(1, 40)
@@ -517,7 +498,7 @@ class TestMemory:
         assert stats.evictions > 0
         assert stats.hit_tokens > 0
         assert stats.bytes_allocated <= 12 * num_bytes
-        check_conserved(store)
+        check_unheld(store)
 
     def test_what_was_used_longest_ago_goes_first_and_its_end_before_its_beginning(self, llama):
         store = make_store(llama())
@@ -532,7 +513,7 @@ class TestMemory:
         assert freed > 0
         assert store.stats().blocks_known == 0
         assert store.evict(10**9) == 0
-        check_conserved(store)
+        check_unheld(store)
 
     def test_pins_stay(self, model):
         store, system = make_store(model), words(1, 40)
@@ -547,7 +528,7 @@ class TestMemory:
         assert torch.equal(turn(store, ids)[0], cold(model, ids))
         with pytest.raises(InvalidArgumentError, match="one prompt"):
             store.pin(words(2, 10))
-        check_conserved(store)
+        check_unheld(store)
 
     def test_clear_forgets_all_and_leaves_caches_alone(self, model):
         store, ids = make_store(model), words(1, 40)
@@ -565,7 +546,7 @@ class TestMemory:
         with pytest.raises(OutOfBlocks):
             turn(store, words(1, 2000))
         assert turn(store, ids)[1] == 39
-        check_conserved(store)
+        check_unheld(store)
 
     def test_a_store_that_is_given_up_frees_its_memory(self, llama, memory):
         store = make_store(llama())
@@ -607,7 +588,7 @@ class TestSessions:
                 assert chat.cache.stats().reused_tokens >= known
                 known = history.shape[1] - 1
                 history = torch.cat([output[:1], words(1, 5, seed=known)], dim=1)
-        check_conserved(store)
+        check_unheld(store)
 
     def test_the_lists_of_a_caller_stay_as_they_are(self, llama):
         store, ids, criteria = make_store(llama()), words(1, 40), StoppingCriteriaList([MaxLengthCriteria(44)])
@@ -653,24 +634,16 @@ def test_threads_may_share_a_store(model):
     store, base = make_store(model), words(1, 48)
     prompts = [torch.cat([base, words(1, 9, seed=seed)], dim=1) for seed in range(4)]
     expected = [cold(model, ids) for ids in prompts]
-    failures: list[BaseException] = []
 
     def work(number: int) -> None:
-        try:
-            for round_ in range(4):
-                place = (number + round_) % 4
-                assert torch.equal(turn(store, prompts[place])[0], expected[place])
-        except BaseException as error:
-            failures.append(error)
+        for round_ in range(4):
+            place = (number + round_) % 4
+            assert torch.equal(turn(store, prompts[place])[0], expected[place])
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))  # raises what a thread has raised
     assert store.stats().hit_tokens > 0
-    check_conserved(store)
+    check_unheld(store)
 
 
 class TestModels:
