@@ -23,7 +23,7 @@ from hf_paged_kernels.cpu_kernels.vectors import (
 TILE = 64
 """Tokens whose scores are made into weights at a time, at most."""
 
-STRIP = 32
+STRIP = 16
 """Tokens of a tile that are read at a time, at most. Whole vectors of scores."""
 
 WIDE = 4
@@ -76,10 +76,9 @@ def locate(call, part, row, kv_head, token, is_fresh, past):
 
 @njit(**FLAGS)
 def fetch_strip(place, start, count):
-    """Asks for `count` tokens from the `start`-th on at a place, as `locate` gives it, unless they are fresh."""
+    """Asks for `count` tokens from the `start`-th on at a place, as `locate` gives it, if they are in its block."""
     address, stride, _, in_block = place
-    if in_block > 0:
-        fetch_ahead(address + start * stride, count * stride)
+    fetch_ahead(address + start * stride, min(count, in_block - start) * stride)
 
 
 @njit(**FLAGS)

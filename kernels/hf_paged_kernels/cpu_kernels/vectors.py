@@ -330,7 +330,8 @@ def _fused(builder: Any, first: Any, second: Any, summand: Any) -> Any:
 
 @intrinsic
 def fetch_ahead(typing_context: Any, address: Any, num_bytes: Any) -> Any:
-    """Asks for memory from an address on, which is going to be read soon, without waiting for it."""
+    """Asks for memory from an address on, which is going to be read soon, without waiting for it; for none if
+    `num_bytes` is not positive."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address, num_bytes = args

@@ -14,7 +14,7 @@ from hf_paged_kernels.cpu_kernels.call import DTYPES
 from hf_paged_kernels.cpu_kernels.checks import check_new
 from hf_paged_kernels.cpu_kernels.compiled import EXACT_FLAGS, c_function, checksum
 from hf_paged_kernels.cpu_kernels.operands import address_of, operand
-from hf_paged_kernels.cpu_kernels.tiles import copy_rows, float_of_e4m3, floats
+from hf_paged_kernels.cpu_kernels.tiles import bytes_of, copy_rows, float_of_e4m3, floats
 from hf_paged_kernels.cpu_kernels.vectors import (
     bits_of_float,
     float_of_half,
@@ -87,8 +87,8 @@ def store_tokens(call, part, row, kv_head, first, last, numbers, best):
         if part.scale == 0:
             copy_bits(part.source, offset, part.target, place * part.dim, part.dim, part.dtype)
             continue
-        size = np.int64(4) if part.dtype == 0 else np.int64(2)
-        copy_rows(part.source + offset * size, part.dtype, part.dim, numbers, part.dim, part.dim, 1)
+        size = bytes_of(part.dtype)
+        copy_rows(part.source + offset * size, part.dtype, part.dim * size, numbers, part.dim, part.dim, 1)
         codes = part.target + place * part.dim
         scales = carray(pointer(part.scale), (place + 1,), np.uint16)
         scales[place] = quantize(numbers, codes, best, part.dim, call.bits, call.factors, call.num_factors)
