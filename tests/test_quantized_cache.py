@@ -6,7 +6,7 @@ import copy
 import pickle
 import random
 from collections.abc import Callable, Iterator
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -257,17 +257,9 @@ def test_forks_in_threads_answer_as_they_do_one_after_the_other(llama: Models, p
     ids = prompts(8, 8, 8, 8, seed=5)["input_ids"]
     whole = [{"input_ids": torch.cat([prompt["input_ids"], row[None]], dim=1)} for row in ids]
     expected = [answer(model, inputs, cache.fork(), 20) for inputs in whole]
-    actual: dict[int, Tensor] = {}
-
-    def run(number: int) -> None:
-        actual[number] = answer(model, whole[number], cache.fork(), 20)
-
-    threads = [Thread(target=run, args=(number,)) for number in range(len(whole))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(actual[number].equal(it) for number, it in enumerate(expected))
+    with ThreadPoolExecutor(len(whole)) as threads:
+        actual = list(threads.map(lambda inputs: answer(model, inputs, cache.fork(), 20), whole))
+    assert all(ours.equal(it) for ours, it in zip(actual, expected, strict=True))
 
 
 @kinds

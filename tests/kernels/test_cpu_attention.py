@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -271,19 +271,13 @@ def test_calls_of_several_threads_do_not_meet() -> None:
     blocks, step = lay_out(case, rows, 0.0)
     queries = [torch.randn(2, 6, 1, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     expected = [attention(query, blocks, step, scale=0.1) for query in queries]
-    wrong: list[int] = []
 
     def call(index: int) -> None:
         for _ in range(50):
-            if not torch.equal(attention(queries[index], blocks, step, scale=0.1), expected[index]):
-                wrong.append(index)
+            assert torch.equal(attention(queries[index], blocks, step, scale=0.1), expected[index])
 
-    callers = [threading.Thread(target=call, args=(index,)) for index in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    assert wrong == []
+    with ThreadPoolExecutor(4) as callers:
+        list(callers.map(call, range(4)))  # raises what a caller has raised
 
 
 def test_what_is_kept_for_the_next_call_is_not_pickled() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -212,13 +211,13 @@ def test_sinks_that_take_nothing_of_rows_that_see_nothing(num_splits):
     torch.testing.assert_close(out, expected)
 
 
-def test_a_prompt_in_chunks_is_split_where_a_card_has_room(monkeypatch):
+@pytest.mark.parametrize("new_from_blocks", quick([False, True], False))
+@pytest.mark.parametrize("window", quick([None, 40], 40))
+def test_a_prompt_in_chunks_is_split_where_a_card_has_room(monkeypatch, window, new_from_blocks):
     monkeypatch.setattr(plan, "processors", lambda device: 32)
     monkeypatch.setattr(plan, "MIN_SPLIT_LENGTH", 16)
-    for window in (None, 40):
-        case = Case(lengths=(130, 40), query_length=9, heads=(6, 2), window=window)
-        for new_from_blocks in (False, True):
-            check(replace(case, new_from_blocks=new_from_blocks), attention=attention)
+    case = Case(lengths=(130, 40), query_length=9, heads=(6, 2), window=window, new_from_blocks=new_from_blocks)
+    check(case, attention=attention)
 
 
 def test_groups_that_do_not_fit_in_a_program_are_refused():

@@ -188,7 +188,7 @@ def test_exact_blocks_between_codes_are_refused():
         attention(torch.randn(1, 2, 1, 16), blocks, step, scale=1.0)
 
 
-@pytest.mark.parametrize("kv", ["int8", "int4"])
+@pytest.mark.parametrize("kv", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_generate_on_interpreted_kernels(llama, prompts, kv):
     """The whole path: writing codes, sealing blocks, decoding, beams and padding."""
     model, options = llama(), {"max_new_tokens": 4, "do_sample": False, "num_beams": 2}

@@ -77,7 +77,7 @@ GROUPS = {
 
 @pytest.mark.usefixtures("always_shared")
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-@pytest.mark.parametrize("query_length", [1, 2])
+@pytest.mark.parametrize("query_length", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     ("block_size", "dims"), [(16, (48, 24)), pytest.param(64, (80, 80), marks=pytest.mark.slow)], ids=str
 )
