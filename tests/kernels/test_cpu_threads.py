@@ -103,12 +103,21 @@ def test_vectors_of_8_floats(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
 
 
+CHOOSE = (
+    "import torch\n"
+    "from hf_paged_kernels import dispatch\n"
+    "print(dispatch.choose(torch.device('cpu')))\n"
+)  # fmt: skip
+
+
 def test_processors_that_cannot_convert_float16_have_plain_pytorch(tmp_path: Path) -> None:
-    script = (
-        "import torch\n"
-        "from hf_paged_kernels import dispatch\n"
-        "print(dispatch.choose(torch.device('cpu')))\n"
-    )  # fmt: skip
-    run = on_processor("x86-64", "", tmp_path, script)
+    run = on_processor("x86-64", "", tmp_path, CHOOSE)
     assert run.stdout.strip() == "reference", run.stderr
     assert "F16C" in run.stderr
+
+
+def test_old_versions_of_numba_have_plain_pytorch() -> None:
+    old = "import numba\nnumba.version_info = numba.version_info._replace(short=(0, 61), string='0.61.2')\n"
+    run = subprocess.run([sys.executable, "-c", old + CHOOSE], capture_output=True, text=True)
+    assert run.stdout.strip() == "reference", run.stderr
+    assert "need Numba 0.62 or newer, not 0.61.2" in run.stderr

@@ -8,13 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import types, version_info
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 FLOAT, HALF = ir.FloatType(), ir.HalfType()
 I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+if version_info.short < (0, 62):
+    # The LLVM of older ones finds no instructions for some of what is asked for here, and ends the process.
+    raise ImportError(f"the kernels for CPUs need Numba 0.62 or newer, not {version_info.string}")
 _TRIPLE, _, _FEATURES = cpu_target.target_context.codegen().magic_tuple()
 if _TRIPLE.startswith(("x86_64", "i686")) and "+f16c" not in _FEATURES:
     # LLVM would call a function that nothing provides, and end the process.
