@@ -151,9 +151,23 @@ def test_it_finds_what_a_plain_list_of_sequences_finds():
     assert len(content) > 20
 
 
-@pytest.mark.parametrize("length", [128, 8])
+def test_the_numbers_of_a_node_leave_each_other_alone():
+    node = PrefixNode(None, b"", num_kinds=3)
+    assert (node.blocks, node.saved) == ((0, 0, 0), -1)
+    most = 2**31 - 1  # as block tables hold them
+    node.set_block(1, most)
+    node.saved = 2**40
+    node.set_block(0, 7)
+    node.set_block(2, most)
+    assert (node.blocks, node.saved) == ((7, most, most), 2**40)
+    node.set_block(1, 0)
+    node.saved = -1
+    assert (node.blocks, node.saved) == ((7, 0, most), -1)
+
+
+@pytest.mark.parametrize("length", [128, 8, 1])
 def test_a_run_takes_less_than_200_bytes_beside_its_tokens(length):
-    """20,000 runs of 64 tokens, in chains of 128 and of 8 from one root."""
+    """20,000 runs of 64 tokens, in chains of 128, of 8 and of 1 from one root."""
     chains = 20_000 // length
     tokens = np.random.default_rng(0).integers(0, 50_000, (chains, length * 64))
     tracemalloc.start()
