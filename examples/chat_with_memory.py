@@ -10,6 +10,7 @@ printed for both. Without `--document` the text is a guide to a museum that ther
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import time
 from collections.abc import Sequence
@@ -172,13 +173,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--memory", default="1GiB", help="of the store; default 1GiB")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what is known at the end")
     arguments = parser.parse_args(argv)
+    if arguments.new_tokens < 1:
+        parser.error(f"--new-tokens {arguments.new_tokens}: expected at least 1")
+    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     try:
         document = arguments.document.read_text() if arguments.document else museum_guide()
         model, tokenizer = small_models.load(arguments.model, "hf_paged")
+        store = BlockStore(model, memory=arguments.memory)
     except (OSError, PagedCacheError) as error:
         parser.error(str(error))
 
-    asker = Asker(BlockStore(model, memory=arguments.memory), tokenizer, arguments.new_tokens)
+    asker = Asker(store, tokenizer, arguments.new_tokens)
     asker.chat(TURNS)
     asker.questions(document, QUESTIONS)
     print(asker.store)

@@ -360,7 +360,8 @@ class PagedCache(DynamicCache):
         if num_new == 0:
             raise InvalidArgumentError(
                 f"no new tokens: the cache holds {self.get_seq_length()} columns, and the input has none after them. "
-                "Pass the ids of the whole sequence, or the new ones with the attention_mask of the whole sequence"
+                "Pass the ids of the whole sequence, or the new ones with the attention_mask of the whole sequence; "
+                "for another prompt take a new cache, or `reset()` this one"
             )
         self._check_states()
         self.check_finished()

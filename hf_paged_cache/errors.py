@@ -60,7 +60,10 @@ def other_batch_size(num_cached: int, num_given: int, what: str) -> str:
     message = f"{what} has {_rows(num_given)}, but the cache holds {_rows(num_cached)}. "
     copies, rest = divmod(num_given, num_cached)
     if copies > 1 and not rest:
-        return f"{message}For {copies} beams or samples of each row use `cache.fork({copies})`"
+        return (
+            f"{message}For {copies} beams or samples of each row use `cache.fork({copies})`, or with a BlockStore "
+            f"`cache_for(.., copies={copies})`"
+        )
     return message + (
         "Fork the prefilled cache for as many beams or samples as `generate` is asked for; for another batch take a "
         "new cache, or `reset()` this one"

@@ -98,7 +98,7 @@ class Origin:
         if max(lengths) > ids.shape[1]:
             raise CacheStateError(
                 f"the cache holds {max(lengths)} tokens of a row, but the output has {ids.shape[1]}: nobody knows what "
-                "they are. Was `generate` called with use_cache=False?"
+                "they are. Was `generate` called with use_cache=False, or the output cut?"
             )
         return [tokens[:length] for tokens, length in zip(rows, lengths, strict=True)]
 
@@ -107,8 +107,8 @@ class Origin:
         prompt, tokens = self.rows[place], ids[self.padding[place] :]
         if not np.array_equal(tokens[: len(prompt)], prompt):
             raise InvalidArgumentError(
-                f"row {row} of the output does not begin with the prompt that `cache_for` was given: pass what "
-                "`generate` returned for that prompt, prompt included"
+                f"row {row} of the output does not begin with the {len(prompt)} tokens of the prompt that `cache_for` "
+                "was given, and of what was committed since: pass what `generate` returned for it, prompt included"
             )
         is_filler = np.isin(tokens, [*ends, *pads])
         is_filler[: len(prompt)] = False
