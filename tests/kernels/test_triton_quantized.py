@@ -92,7 +92,7 @@ three_codecs = pytest.mark.parametrize("kv", [CODECS[name] for name in THREE], i
 
 
 @codecs
-@pytest.mark.parametrize("query_length", [1, 9])
+@pytest.mark.parametrize("query_length", quick([1, 9], 1))
 def test_codes_of_every_width(kv, query_length):
     case = Case(lengths=(101, 70), heads=(6, 2), dims=(64, 64), block_size=32, query_length=query_length)
     check_quantized(case, kv, attention=attention)
@@ -107,7 +107,7 @@ def test_key_and_value_widths(kv, dims):
     check_quantized(Case(lengths=(70, 33), heads=(3, 1), dims=dims), kv, attention=attention)
 
 
-@pytest.mark.parametrize("key_bits", [2, 8])
+@pytest.mark.parametrize("key_bits", quick([2, 8], 2))
 @pytest.mark.parametrize("value_bits", [2, 8])
 @pytest.mark.parametrize(("key_group", "value_group"), [(16, 64), (64, 16), (8, 8)])
 def test_groups_of_any_size(key_bits, value_bits, key_group, value_group):
@@ -117,7 +117,7 @@ def test_groups_of_any_size(key_bits, value_bits, key_group, value_group):
 
 @three_codecs
 @pytest.mark.parametrize("block_size", quick([16, 32, 48, 128], 48))
-@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("num_splits", quick([1, 3], 3))
 def test_splits_and_block_sizes_have_no_influence(kv, block_size, num_splits):
     lengths = (3 * block_size + 5, 2 * block_size, 3, 0)
     case = Case(lengths=lengths, query_length=2, heads=(6, 2), dims=(32, 32), block_size=block_size, sinks=True)
@@ -128,7 +128,7 @@ def test_splits_and_block_sizes_have_no_influence(kv, block_size, num_splits):
 @pytest.mark.parametrize("lengths", quick([(1,), (90, 64), (0, 70)], (90, 64), (0, 70)), ids=str)
 @pytest.mark.parametrize("query_length", [1, 9])
 @pytest.mark.parametrize("window", quick([1, 17, 40, 60], 40))
-@pytest.mark.parametrize("new_from_blocks", [False, True])
+@pytest.mark.parametrize("new_from_blocks", quick([False, True], True))
 def test_windows_and_rows_of_any_length(kv, lengths, query_length, window, new_from_blocks):
     case = Case(lengths=lengths, query_length=query_length, window=window, new_from_blocks=new_from_blocks)
     check_quantized(case, kv, attention=partial(attention, num_splits=2))
@@ -144,7 +144,7 @@ def test_softcap_sinks_and_holes(kv, features, query_length):
 
 @codecs
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("query_length", [1, 9])
+@pytest.mark.parametrize("query_length", quick([1, 9], 1))
 def test_16_bit_error_is_a_few_roundings_of_the_largest_value(kv, dtype, query_length):
     case = Case(lengths=(90, 41), query_length=query_length, heads=(6, 2), dims=(64, 64))
     largest = max(float(row.value.abs().max()) for row in random_rows(case, dtype, torch.Generator().manual_seed(0)))
