@@ -130,6 +130,12 @@ def prompts() -> Callable[..., dict[str, Tensor]]:
     return make
 
 
+@pytest.fixture
+def tokens(prompts: Callable[..., dict[str, Tensor]]) -> Callable[..., Tensor]:
+    """`tokens(40, seed=0)`: one random prompt, `[1, 40]`."""
+    return lambda length, seed=0: prompts(length, seed=seed)["input_ids"]
+
+
 def _build(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_paged_cache import BlockStore, PagedCache
+from hf_paged_cache import BlockStore, KVQuant, PagedCache
 from hf_paged_cache.prefill import CACHE_ARGUMENT
 from hf_paged_cache.prefix import PrefixNode
 
 SIZE = 16
+# With exact tokens few enough for prompts of a hundred to have codes in their middle.
+INT4 = KVQuant("int4", hot_window=16, sink=16)
 
 
 def make_store(model: PreTrainedModel, **options: Any) -> BlockStore:

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_paged_cache import BlockStore, KVQuant, PagedCache, StoreFileError
@@ -23,6 +22,7 @@ from hf_paged_cache.prefill import CACHE_ARGUMENT
 from hf_paged_cache.prefix import PrefixNode
 from hf_paged_cache.store_file import StoreFile
 from tests.stores import (
+    INT4,
     SIZE,
     answer,
     check_conserved,
@@ -34,8 +34,6 @@ from tests.stores import (
     saved_and_loaded,
 )
 
-# With exact tokens few enough for prompts of a hundred to have codes in their middle.
-INT4 = KVQuant("int4", hot_window=16, sink=16)
 KINDS_OF_KV = ["raw", "int8", "fp8", INT4]
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -48,12 +46,6 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def model(llama: Callable[..., PreTrainedModel]) -> PreTrainedModel:
     return llama()
-
-
-@pytest.fixture
-def tokens(prompts: Callable[..., dict[str, Tensor]]) -> Callable[..., Tensor]:
-    """`tokens(40, seed=0)`: one random prompt, `[1, 40]`."""
-    return lambda length, seed=0: prompts(length, seed=seed)["input_ids"]
 
 
 def num_allocated(store: BlockStore) -> int:

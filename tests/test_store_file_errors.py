@@ -18,13 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_paged_cache import BlockStore, KVQuant, PagedCacheError, StoreFileError
+from hf_paged_cache import BlockStore, PagedCacheError, StoreFileError
 from hf_paged_cache.pool import GroupPool
 from hf_paged_cache.store_file import StoreFile
-from tests.stores import SIZE, answer, check_unheld, learn, make_store
-
-# With exact tokens few enough for prompts of a hundred to have codes in their middle.
-INT4 = KVQuant("int4", hot_window=16, sink=16)
+from tests.stores import INT4, SIZE, answer, check_unheld, learn, make_store
 
 
 @pytest.fixture
@@ -35,12 +32,6 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def model(llama: Callable[..., PreTrainedModel]) -> PreTrainedModel:
     return llama()
-
-
-@pytest.fixture
-def tokens(prompts: Callable[..., dict[str, Tensor]]) -> Callable[..., Tensor]:
-    """`tokens(40, seed=0)`: one random prompt, `[1, 40]`."""
-    return lambda length, seed=0: prompts(length, seed=seed)["input_ids"]
 
 
 class TestRefusal:
