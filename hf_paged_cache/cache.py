@@ -26,6 +26,7 @@ from hf_paged_cache.errors import CacheStateError, CropError, InvalidArgumentErr
 from hf_paged_cache.groups import LayerGroup, unfinished_pass
 from hf_paged_cache.layers import PagedLayer
 from hf_paged_cache.lazy import as_dense
+from hf_paged_cache.ledger import Change
 from hf_paged_cache.origin import Origin
 from hf_paged_cache.padding import Announcement, check_mask, current_mask_request
 from hf_paged_cache.stats import CacheStats, collect, format_bytes
@@ -106,7 +107,8 @@ class PagedCache(DynamicCache):
         self._pass_number = 0
         self._states_are_ahead = False
         self.origin: Origin | None = None
-        self._end_pass()
+        self._last_layer_idx = -1
+        self._announced: Announcement | None = None
 
     def __repr__(self) -> str:
         stats = self.stats()
@@ -150,12 +152,12 @@ class PagedCache(DynamicCache):
         if not isinstance(layer, PagedLayer):
             return layer.update(key_states, value_states, *args, **kwargs)
         self._check_states()
-        if layer_idx <= self._last_layer_idx or self._last_layer_idx < 0:
-            self._pass_number += 1
-            self._hands_out_blocks = self._may_read_blocks()
-        self._last_layer_idx = layer_idx
-        num_new = key_states.shape[-2]
         try:
+            if layer_idx <= self._last_layer_idx or self._last_layer_idx < 0:
+                self._pass_number += 1
+                self._hands_out_blocks = self._may_read_blocks()
+            self._last_layer_idx = layer_idx
+            num_new = key_states.shape[-2]
             attended = None
             if self._announced is not None:
                 if self._announced.was_missed_by(layer.get_seq_length(), num_new):
@@ -201,7 +203,8 @@ class PagedCache(DynamicCache):
         memo: dict[int, Any] = {id(group): group.fork(n) for group in self._groups}
         other._groups = [memo[id(group)] for group in self._groups]
         other.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
-        unpaged.repeat(other.layers, n)
+        for layer, attributes, _ in unpaged.repeated(other.layers, n):
+            vars(layer).update(attributes)
         other.origin = self.origin and self.origin.repeated(n)
         return other
 
@@ -212,6 +215,11 @@ class PagedCache(DynamicCache):
                 "`store.save(path)`, or compute the tokens into a PagedCache(model.config)"
             )
         return vars(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        for group in self._groups:
+            group.pool.hold_only_tables()
 
     def __deepcopy__(self, memo: dict) -> "PagedCache":
         return self.fork()
@@ -232,11 +240,17 @@ class PagedCache(DynamicCache):
         """Lets every row stand `repeats` times in a row, on the same blocks."""
         if not is_integer(repeats) or repeats < 1:
             raise InvalidArgumentError(f"batch_repeat_interleave({repeats!r}): expected at least 1")
-        for group in self._groups:
-            group.select(np.arange(group.table.num_rows).repeat(repeats))
-        unpaged.repeat(self.layers, repeats)
-        self.origin = self.origin and self.origin.repeated(repeats)
-        self._end_pass()
+        with self._budget.lock, self._budget.ledger:
+            rows = [np.arange(group.table.num_rows).repeat(repeats) for group in self._groups]
+            self._commit(
+                *(
+                    change
+                    for group, of_group in zip(self._groups, rows, strict=True)
+                    for change in group.selected(of_group)
+                ),
+                *unpaged.repeated(self.layers, repeats),
+                origin=self.origin and self.origin.repeated(repeats),
+            )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last tokens of every row.
@@ -255,6 +269,10 @@ class PagedCache(DynamicCache):
                 f"crop({tokens_to_remove}): expected minus the number of tokens to remove, crop(-{tokens_to_remove})"
             )
         self.check_finished()
+        with self._budget.lock, self._budget.ledger:
+            self._crop(tokens_to_remove)
+
+    def _crop(self, tokens_to_remove: int) -> None:
         kept = [max(group.table.num_columns + tokens_to_remove, 0) for group in self._groups]
         for group, num_columns in zip(self._groups, kept, strict=True):
             window = group.table.window
@@ -265,11 +283,16 @@ class PagedCache(DynamicCache):
                     f"{group.table.num_columns} tokens. Call `cache.activate_past_recording()` before the forward "
                     "passes that are to be taken back."
                 )
-        unpaged.crop(self.layers, tokens_to_remove)
-        for group, num_columns in zip(self._groups, kept, strict=True):
-            group.crop(num_columns)
-        self.origin = self.origin and self.origin.cropped(self.get_seq_length())
-        self._end_pass()
+        num_left = max(self.get_seq_length() + tokens_to_remove, 0)
+        self._commit(
+            *unpaged.cropped(self.layers, tokens_to_remove),
+            *(
+                change
+                for group, num_columns in zip(self._groups, kept, strict=True)
+                for change in group.cropped(num_columns)
+            ),
+            origin=self.origin and self.origin.cropped(num_left),
+        )
 
     def activate_past_recording(self) -> None:
         """Lets layers with a window keep what leaves it until the next `crop`, which may bring it back.
@@ -298,12 +321,13 @@ class PagedCache(DynamicCache):
 
     def reset(self) -> None:
         """Gives back all blocks. The pools stay allocated; the next call may have another batch size."""
-        for group in self._groups:
-            group.reset()
-        unpaged.reset(self.layers)
-        self._states_are_ahead = False
-        self.origin = None
-        self._end_pass()
+        with self._budget.lock, self._budget.ledger:
+            self._commit(
+                *(change for group in self._groups for change in group.emptied()),
+                *unpaged.emptied(self.layers),
+                _states_are_ahead=False,
+                origin=None,
+            )
 
     @property
     def is_linear(self) -> list[bool]:
@@ -426,26 +450,28 @@ class PagedCache(DynamicCache):
             raise InvalidArgumentError(
                 f"rows {indices.tolist()} of a cache with {num_rows} rows: expected indices from 0 to {num_rows - 1}"
             )
-        for group in self._groups:
-            if group.table.num_rows:
-                group.select(indices)
-        unpaged.reorder(self.layers, rows)
         origin = self.origin and self.origin.for_rows(num_rows or len(indices))
-        self.origin = origin and origin.selected(indices)
-        self._end_pass()
+        with self._budget.lock, self._budget.ledger:
+            self._commit(
+                *(change for group in self._groups if group.table.num_rows for change in group.selected(indices)),
+                *unpaged.reordered(self.layers, rows),
+                origin=origin and origin.selected(indices),
+            )
 
-    def _end_pass(self) -> None:
-        self._last_layer_idx = -1
-        self._announced: Announcement | None = None
+    def _commit(self, *changes: Change, **attributes: Any) -> None:
+        """Makes changes to the parts of the cache, and to its own attributes, and ends the forward pass."""
+        ended = {"_last_layer_idx": -1, "_announced": None}
+        self._budget.ledger.commit([*changes, Change(self, attributes | ended)])
 
     def _undo_pass(self, pass_number: int) -> None:
-        for group in self._groups:
-            group.undo_step(pass_number)
-        if self._groups and self._lead_table() is None:
-            unpaged.reset(self.layers)
-        elif unpaged.have_states(self.layers[: self._last_layer_idx + 1]):
-            self._states_are_ahead = True
-        self._end_pass()
+        with self._budget.lock, self._budget.ledger:
+            undone = [change for group in self._groups for change in group.undone(pass_number)]
+            is_empty = not any(group.num_columns_before(pass_number) for group in self._groups)
+            if self._groups and is_empty:
+                self._commit(*undone, *unpaged.emptied(self.layers))
+            else:
+                is_ahead = unpaged.have_states(self.layers[: self._last_layer_idx + 1])
+                self._commit(*undone, _states_are_ahead=self._states_are_ahead or is_ahead)
 
 
 def _live_text_config(config: PreTrainedConfig) -> PreTrainedConfig:

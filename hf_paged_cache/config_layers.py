@@ -16,7 +16,7 @@ from transformers.cache_utils import (
 from hf_paged_cache.budget import MemoryBudget
 from hf_paged_cache.codecs import LayerCodecs
 from hf_paged_cache.groups import LayerGroup
-from hf_paged_cache.hot import HotRows
+from hf_paged_cache.hot import HotBlocks
 from hf_paged_cache.layers import (
     LinearAndPagedLayer,
     LinearAndPagedSlidingLayer,
@@ -47,7 +47,7 @@ class GroupFactory:
         """A group of layers, by their indices, that look back `window` tokens."""
         codec_of = partial(self.codecs.of, is_sliding=window is not None)
         num_quantizing = sum(codec_of(layer_idx).hot is not None for layer_idx in layers)
-        hot_pool = hot_rows = None
+        hot_pool = hot_blocks = None
         if num_quantizing:
             exact = LayerCodecs("raw", codec_of(layers[0]).backend)
             hot_pool = GroupPool(
@@ -58,7 +58,7 @@ class GroupFactory:
                 is_only_group=False,
                 has_null_block=False,
             )
-            hot_rows = HotRows(self.codecs.hot, self.block_size, hot_pool.allocator, hot_pool.allocate)
+            hot_blocks = HotBlocks(self.codecs.hot, self.block_size, hot_pool.allocator, hot_pool.take)
         pool = GroupPool(
             codec_of,
             self.block_size,
@@ -68,7 +68,7 @@ class GroupFactory:
             is_only_group=is_only_group and hot_pool is None,
             hot=hot_pool,
         )
-        return LayerGroup(pool, BlockTable(pool.allocator, self.block_size, window, pool.allocate, hot_rows))
+        return LayerGroup(pool, BlockTable(pool.allocator, self.block_size, window, pool.take, hot_blocks))
 
 
 def paged_layers(

@@ -2,25 +2,26 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from hf_paged_kernels import StepMetadata
 
 from hf_paged_cache.errors import CacheStateError, InvalidArgumentError, OutOfBlocks, other_batch_size
-from hf_paged_cache.hot import Moves
+from hf_paged_cache.hot import Pairs
+from hf_paged_cache.ledger import Change
 from hf_paged_cache.pool import GroupPool
+from hf_paged_cache.table_state import TableState
 from hf_paged_cache.tables import BlockTable
 
-T = TypeVar("T")
 
-
-def _locked(method: Callable) -> Callable:
-    """Lets a method have the pool, which the groups of forks in other threads share, to itself."""
+def _atomic(method: Callable) -> Callable:
+    """Lets a method have the pool, which the groups of forks in other threads share, to itself; and happen all or
+    not at all."""
 
     @wraps(method)
     def wrapper(self: "LayerGroup", *args: Any, **kwargs: Any) -> Any:
-        with self.pool.lock:
+        with self.pool.lock, self.pool.ledger:
             return method(self, *args, **kwargs)
 
     return wrapper
@@ -58,7 +59,6 @@ class LayerGroup:
         """Whether a layer that has no tokens yet keeps the same tokens as the others of the group."""
         return self.table.num_columns == 0 or self._joins(layer_idx, num_new)
 
-    @_locked
     def begin(
         self,
         layer_idx: int,
@@ -71,57 +71,77 @@ class LayerGroup:
     ) -> StepMetadata:
         """The step in which a layer gets `num_new` columns: the group's current one, or a new one.
 
+        Called under the lock of the pool.
+
         Args:
             layer_idx: the layer.
             num_rows: rows of the batch.
             num_new: new columns.
             attended: bool `[num_rows, num_new]`, the attention mask of the new columns; `None` for no padding.
             keep_past: keep what leaves the window, so that `crop` can bring it back.
-            pass_number: the forward pass, by which `undo_step` knows its steps.
+            pass_number: the forward pass, by which `undone` knows its steps.
 
         Raises:
             InvalidArgumentError: the batch size has changed.
             CacheStateError: the layer is not where the others are.
             OutOfBlocks: there is no room. The group is as it was.
         """
+        if not self._joins(layer_idx, num_new) or num_rows != self.step.batch:
+            self._begin(layer_idx, num_rows, num_new, attended, keep_past=keep_past, pass_number=pass_number)
+        return self.step
+
+    @_atomic
+    def _begin(
+        self,
+        layer_idx: int,
+        num_rows: int,
+        num_new: int,
+        attended: np.ndarray | None,
+        *,
+        keep_past: bool,
+        pass_number: int,
+    ) -> None:
         table = self.table
         if table.num_columns and num_rows != table.num_rows:
             raise InvalidArgumentError(other_batch_size(table.num_rows, num_rows, "the batch"))
-        if not self._joins(layer_idx, num_new):
-            lagging = [idx for idx, length in self.lengths.items() if length != table.num_columns]
-            if lagging or self.length(layer_idx) != table.num_columns:
-                raise unfinished_pass(sorted({*lagging, layer_idx}), table.num_columns)
-            self._give_up_old_tokens()
-            earlier = None if self._undo is None else self._undo._replace(earlier=None)
+        lagging = [idx for idx, length in self.lengths.items() if length != table.num_columns]
+        if lagging or self.length(layer_idx) != table.num_columns:
+            raise unfinished_pass(sorted({*lagging, layer_idx}), table.num_columns)
+        before = self._before_step(num_new, attended, keep_past)
+        if before.state is not table.state or before.keeps_past != self.keeps_past:
+            # A change of its own, so that the step may take the blocks. It shows in nothing that is read.
+            self.pool.seal(before.sealed)
+            self.pool.ledger.commit([table.change_to(before.state), Change(self, {"keeps_past": before.keeps_past})])
+        extension = table.extend(num_rows, num_new, attended, keep_past=keep_past or before.keeps_past)
+        if any(extension.moves):
+            self.pool.move(extension.moves)
+        earlier = None if self._undo is None else self._undo._replace(earlier=None)
+        undo = _Undo(pass_number, before.state.num_columns, before.state.first_kept_column, earlier)
+        self.pool.ledger.commit(
+            [table.change_to(extension.state), Change(self, {"step": extension.step, "_undo": undo})]
+        )
 
-            def extend(keep_past: bool) -> tuple[StepMetadata, Moves, _Undo]:
-                undo = _Undo(pass_number, table.num_columns, table.first_kept_column, earlier)
-                return *table.extend(num_rows, num_new, attended, keep_past=keep_past), undo
-
-            self.step, moves, self._undo = self._with_or_without_past(extend, keep_past)
-            self.pool.move(moves)
-        return self.step
-
-    @_locked
+    @_atomic
     def check_room(self, num_new: int, attended: np.ndarray | None, *, keep_past: bool) -> None:
         """Checks that the next step fits the limits of the pool, before any layer runs.
 
         Raises:
             OutOfBlocks: it does not.
         """
-        self._give_up_old_tokens()
-        self._with_or_without_past(
-            lambda keep_past: self.pool.check_room(
-                *self.table.blocks_to_extend(num_new, attended, keep_past=keep_past)
-            ),
-            keep_past,
-        )
+        before = self._before_step(num_new, attended, keep_past)
+        self._check_room(before.state, num_new, attended, keep_past=keep_past or before.keeps_past)
 
     def stored(self, layer_idx: int) -> StepMetadata:
-        """A step without new tokens, to read what a layer has been given; the same one until that changes."""
+        """A step without new tokens, to read what a layer has been given; the same one until that changes.
+
+        It reads what a next step would: codes of what the newest tokens have moved on from.
+        """
         key = (self.table.generation, self.length(layer_idx))
         if self._stored is None or self._stored[0] != key:
-            self._stored = (key, self.table.snapshot(self.length(layer_idx)))
+            with self.pool.lock:
+                step, pairs = self.table.snapshot(self.length(layer_idx))
+                self.pool.seal(pairs)
+            self._stored = (key, step)
         return self._stored[1]
 
     def finish(self, layer_idx: int) -> None:
@@ -138,74 +158,97 @@ class LayerGroup:
         """Whether the last step is the first one."""
         return self._undo is not None and self._undo.num_columns == 0
 
-    def undo_step(self, pass_number: int) -> None:
-        """Takes back the step that the group has begun in a forward pass, if any."""
-        if self._undo is not None and self._undo.pass_number == pass_number:
-            undo = self._undo
-            self._truncate(undo.num_columns, undo.first_kept_column)
-            self._undo = undo.earlier
+    def num_columns_before(self, pass_number: int) -> int:
+        """Columns before a forward pass."""
+        undo = self._undo
+        return undo.num_columns if undo is not None and undo.pass_number == pass_number else self.table.num_columns
+
+    def undone(self, pass_number: int) -> list[Change]:
+        """What takes back the step that the group has begun in a forward pass, if any."""
+        undo = self._undo
+        if undo is None or undo.pass_number != pass_number:
+            return []
+        return self._truncated(undo.num_columns, undo.first_kept_column, undo.earlier)
 
     def can_crop(self, num_columns: int) -> bool:
         """Whether the group can go back to `num_columns` columns."""
         return self.table.can_crop(num_columns)
 
-    @_locked
-    def crop(self, num_columns: int) -> None:
-        """Goes back to `num_columns` columns, and gives up what has left the window then."""
-        self._truncate(num_columns, None)
-        self.table.restrict_to_window()
+    def cropped(self, num_columns: int) -> list[Change]:
+        """What goes back to `num_columns` columns, and gives up what has left the window then."""
+        return self._truncated(num_columns, None, None)
 
-    @_locked
-    def select(self, rows: np.ndarray) -> None:
-        """Replaces the rows by `rows`, indices of present ones."""
-        self.table.select(rows)
-        self.step = None
+    def selected(self, rows: np.ndarray) -> list[Change]:
+        """What replaces the rows by `rows`, indices of present ones."""
+        return [self.table.change_to(self.table.selected(rows)), Change(self, {"step": None})]
 
-    @_locked
-    def reset(self) -> None:
-        """Gives back everything."""
-        self.table.reset()
-        self.lengths.clear()
-        self.step = self._undo = None
+    def repeated(self, repeats: int) -> list[Change]:
+        """What lets every row stand `repeats` times in a row."""
+        return self.selected(np.arange(self.table.num_rows).repeat(repeats))
 
-    @_locked
+    def emptied(self) -> list[Change]:
+        """What gives back everything."""
+        return [
+            self.table.change_to(self.table.emptied()),
+            Change(self, {"lengths": {}, "step": None, "_undo": None}),
+        ]
+
+    def adopted(
+        self, num_columns: int, padding: np.ndarray, block_ids: np.ndarray, hot_ids: np.ndarray | None
+    ) -> list[Change]:
+        """What lets an empty group begin with known blocks, see `BlockTable.adopted`; every layer has their tokens."""
+        return [
+            self.table.change_to(self.table.adopted(num_columns, padding, block_ids, hot_ids)),
+            Change(self, {"lengths": dict.fromkeys(self.pool.layers, num_columns)}),
+        ]
+
+    @_atomic
+    def exchange(self, entries: tuple[np.ndarray, np.ndarray], block_ids: np.ndarray) -> None:
+        """Takes blocks `[n]` of the same content in the place of those at entries (rows `[n]`, logical
+        blocks `[n]`)."""
+        self.table.commit(self.table.state.exchanged(entries, block_ids))
+
+    @_atomic
+    def restrict_to_window(self) -> None:
+        """Gives up the columns that no later step looks back at."""
+        self.table.commit(self.table.within_window())
+
+    @_atomic
     def fork(self, copies: int) -> "LayerGroup":
         """The same group for another cache, every row `copies` times, on the same blocks."""
         other = LayerGroup(self.pool, self.table.fork(copies), dict(self.lengths))
         other.keeps_past, other._undo = self.keeps_past, self._undo
         return other
 
-    @_locked
-    def adopt(self, num_columns: int, padding: np.ndarray, block_ids: np.ndarray, hot_ids: np.ndarray | None) -> None:
-        """Lets an empty group begin with known blocks, see `BlockTable.adopt`; every layer has their tokens."""
-        self.table.adopt(num_columns, padding, block_ids, hot_ids)
-        self.lengths = dict.fromkeys(self.pool.layers, num_columns)
-
-    @_locked
+    @_atomic
     def seal(self, entries: tuple[np.ndarray, np.ndarray]) -> None:
         """Makes the codes of full hot blocks (rows `[n]`, logical blocks `[n]`), which rows go on reading exactly."""
-        pairs = self.table.hot_pairs(entries)
-        if pairs:
-            self.pool.seal(pairs)
+        self.pool.seal(self.table.hot_pairs(entries))
 
-    def _with_or_without_past(self, extend: Callable[[bool], T], keep_past: bool) -> T:
-        """`extend(keep_past)`; where the past is only kept for others, without it if there is no room."""
-        if self.keeps_past and not keep_past:
-            try:
-                return extend(True)
-            except OutOfBlocks:
-                self.keeps_past = False
-                self.table.restrict_to_window()
-        return extend(keep_past)
+    def _before_step(self, num_new: int, attended: np.ndarray | None, keep_past: bool) -> "_BeforeStep":
+        """What the group gives up before its next step. Where the past is only kept for others, that too if there is no
+        room for it.
 
-    def _give_up_old_tokens(self) -> None:
-        """Quantizes what the newest tokens have moved on from, and gives back what has left the window."""
-        self.table.release_unkept()
-        if self.pool.hot is not None:
-            entries, pairs = self.table.blocks_to_seal()
-            if pairs:
-                self.pool.seal(pairs)
-                self.table.drop_hot(entries)
+        Raises:
+            OutOfBlocks: there is no room for the step even so.
+        """
+        before = _BeforeStep(*self.table.before_next_step(), self.keeps_past)
+        if not self.keeps_past or keep_past:
+            if before.state is not self.table.state:
+                self._check_room(before.state, num_new, attended, keep_past=keep_past)
+            return before
+        try:
+            self._check_room(before.state, num_new, attended, keep_past=True)
+        except OutOfBlocks:
+            before = _BeforeStep(*self.table.before_next_step(keep_past=False), False)
+            self._check_room(before.state, num_new, attended, keep_past=False)
+        return before
+
+    def _check_room(self, state: TableState, num_new: int, attended: np.ndarray | None, *, keep_past: bool) -> None:
+        """Checks that there is room for a step once the rows hold `state`."""
+        if state.num_columns:
+            needed = self.table.blocks_to_extend(num_new, attended, keep_past=keep_past, state=state)
+            self.pool.check_room(*needed, let_go=self.table.blocks_let_go(state))
 
     def _joins(self, layer_idx: int, num_new: int) -> bool:
         step = self.step
@@ -217,11 +260,26 @@ class LayerGroup:
             and num_new > 0
         )
 
-    @_locked
-    def _truncate(self, num_columns: int, first_kept_column: int | None) -> None:
-        self.table.crop(num_columns, first_kept_column)
-        self.lengths = {idx: min(length, num_columns) for idx, length in self.lengths.items()}
-        self.step = self._undo = None
+    def _truncated(self, num_columns: int, first_kept_column: int | None, undo: "_Undo | None") -> list[Change]:
+        lengths = {idx: min(length, num_columns) for idx, length in self.lengths.items()}
+        return [
+            self.table.change_to(self.table.cropped(num_columns, first_kept_column)),
+            Change(self, {"lengths": lengths, "step": None, "_undo": undo}),
+        ]
+
+
+class _BeforeStep(NamedTuple):
+    """What a group is before its next step.
+
+    Attributes:
+        state: what its rows hold.
+        sealed: hot blocks that are quantized first, as pairs of hot block and block id.
+        keeps_past: as in `LayerGroup`.
+    """
+
+    state: TableState
+    sealed: Pairs
+    keeps_past: bool
 
 
 class _Undo(NamedTuple):

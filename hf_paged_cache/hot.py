@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_paged_cache.block_rows import BlockRows
 from hf_paged_cache.blocks import BlockAllocator
 
 Pairs = list[tuple[int, int]]
@@ -50,14 +49,14 @@ class HotPolicy:
     sink: int
 
 
-class HotRows:
-    """The hot blocks of the rows of a table.
+class HotBlocks:
+    """Where the hot blocks of a table come from, and which of its blocks have one.
 
     Args:
         policy: how many tokens stay exact.
         block_size: tokens a block.
         allocator: counts the references of hot blocks; other tables may share it.
-        allocate: takes hot blocks, `allocator.allocate` unless something has to grow first.
+        take: takes hot blocks, `allocator.take` unless something has to grow first.
     """
 
     def __init__(
@@ -65,36 +64,16 @@ class HotRows:
         policy: HotPolicy,
         block_size: int,
         allocator: BlockAllocator,
-        allocate: Callable[[int], np.ndarray] | None = None,
+        take: Callable[[int], np.ndarray] | None = None,
     ) -> None:
         self.policy = policy
-        self.allocate = allocate or allocator.allocate
-        self.rows = BlockRows(allocator)
+        self.allocator = allocator
+        self.take = take or allocator.take
         self._block_size = block_size
         self._sink_blocks = -(-policy.sink // block_size)
-
-    @property
-    def ids(self) -> np.ndarray:
-        """int32 `[num_rows, width]`, logical block -> hot block; 0 where a row reads codes, or has no block."""
-        return self.rows.ids
-
-    @property
-    def places(self) -> np.ndarray:
-        """`ids` as places in memory, where hot blocks begin at 0 without a null block: -1 for 0."""
-        return self.rows.ids - 1
 
     def are_cold(self, seq_lens: np.ndarray, width: int) -> np.ndarray:
         """Which blocks rows of these lengths read as codes, bool `[num_rows, width]`."""
         block = np.arange(width)[None]
         last = np.maximum(seq_lens - self.policy.window, 0) // self._block_size
         return (block >= self._sink_blocks) & (block < last[:, None])
-
-    def due(self, seq_lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The entries (rows `[n]`, logical blocks `[n]`) that are hot and should be so no longer."""
-        return np.nonzero((self.ids != 0) & self.are_cold(seq_lens, self.ids.shape[1]))
-
-    def fork(self, copies: int) -> "HotRows":
-        """Every row `copies` times in a row, with references of their own."""
-        other = HotRows(self.policy, self._block_size, self.rows.allocator, self.allocate)
-        other.rows = self.rows.fork(copies)
-        return other

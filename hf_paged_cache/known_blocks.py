@@ -137,9 +137,12 @@ class KnownBlocks:
                 if nodes:
                     tables[:, row, : len(nodes)] = np.array([node.blocks for node in nodes]).T
             tables[~is_read] = 0
+            changes = []
             for kinds, group in zip(self._groups, groups, strict=True):
                 hot_ids = None if kinds.hot is None else tables[kinds.hot]
-                group.adopt(num_columns, padding, tables[kinds.block], hot_ids)
+                changes += group.adopted(num_columns, padding, tables[kinds.block], hot_ids)
+            with groups[0].pool.ledger:
+                groups[0].pool.ledger.commit(changes)
 
     def add(self, groups: Sequence[LayerGroup], row: int, root: PrefixNode, tokens: np.ndarray) -> None:
         """Makes the blocks of a row known.
@@ -160,7 +163,7 @@ class KnownBlocks:
             blocks[kinds.block, : len(held)] = held
             if kinds.hot is not None:
                 hot = group.table.hot
-                held = hot.ids[row, :num_runs]
+                held = group.table.hot_ids[row, :num_runs]
                 blocks[kinds.hot, : len(held)] = held
                 self._seal(kinds, group, row, blocks[:, :num_full])
                 # Who goes on from here reads codes of these, as the row does.
@@ -175,12 +178,12 @@ class KnownBlocks:
             own = blocks[kinds.block, :num_full]
             others = np.flatnonzero((known != 0) & (own != 0) & (known != own))
             if others.size:
-                group.table.exchange((np.full_like(others, row), others), known[others])
+                group.exchange((np.full_like(others, row), others), known[others])
 
     def let_go_of_past(self, groups: Sequence[LayerGroup]) -> None:
         """Lets the rows of a cache give back what has left their windows, now that it is known."""
         for group in groups:
-            group.table.restrict_to_window()
+            group.restrict_to_window()
 
     def _seal(self, kinds: _Kinds, group: LayerGroup, row: int, blocks: np.ndarray) -> None:
         """Makes the codes of full blocks `[num_kinds, n]` of a row that are hot, where they are not known yet."""

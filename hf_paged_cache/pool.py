@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import fields, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from hf_paged_cache.budget import MemoryBudget
 from hf_paged_cache.codecs import Codec, Geometry
 from hf_paged_cache.errors import OutOfBlocks
 from hf_paged_cache.hot import Moves, Pairs
+from hf_paged_cache.ledger import Ledger
 
 # Without a limit a pool grows by this part of it at least. That bounds what is allocated and not used, and still copies
 # a token only 128 times on average: one part in thirty of what the steps read in the meantime.
@@ -84,13 +86,16 @@ class LayerPool:
     def grow(self, num_blocks: int) -> None:
         """Moves the blocks into larger planes, one after the other, so that only one of them is held twice. Done under
         the lock of the budget."""
-        present = self.num_blocks
         try:
             self._move(num_blocks)
         except BaseException:
-            # All planes have to hold the same blocks. What has moved goes back to where room became free.
-            self._move(present)
+            self.settle()
             raise
+
+    def settle(self) -> None:
+        """After a move that was interrupted: all planes have to hold the same blocks. What has moved goes back to where
+        room became free."""
+        self._move(min(plane.shape[1] for plane in self.planes))
 
     def _move(self, num_blocks: int) -> None:
         for index in range(len(self._own.planes)):
@@ -148,7 +153,7 @@ class GroupPool:
         hot: "GroupPool | None" = None,
         has_null_block: bool = True,
     ) -> None:
-        self.allocator = BlockAllocator()
+        self.allocator = BlockAllocator(ledger=budget.ledger)
         self.layers: dict[int, LayerPool] = {}
         self.copies = 0
         self.hot = hot
@@ -160,6 +165,11 @@ class GroupPool:
         self._is_only_group = is_only_group
         self._ids_without_memory = 0 if has_null_block else 1
         self._promised = 0
+        budget.register(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._budget.register(self)
 
     def __del__(self) -> None:
         if hasattr(self, "_promised"):
@@ -170,6 +180,11 @@ class GroupPool:
     def lock(self) -> threading.RLock:
         """Held while blocks are handed out, given back, written, copied or moved."""
         return self._budget.lock
+
+    @property
+    def ledger(self) -> Ledger:
+        """Knows the changes in progress of all that shares the lock."""
+        return self._budget.ledger
 
     @property
     def is_limited(self) -> bool:
@@ -186,6 +201,11 @@ class GroupPool:
     @property
     def num_bytes(self) -> int:
         return sum(layer.num_bytes for layer in self.layers.values())
+
+    @property
+    def promised(self) -> int:
+        """Bytes that are kept free for layers that are to join."""
+        return self._promised
 
     @property
     def is_quantized(self) -> bool:
@@ -215,44 +235,72 @@ class GroupPool:
             num_bytes = num_blocks * codec.block_bytes(geometry, self.block_size)
             if self._budget.remaining is not None and num_bytes > self._budget.remaining + self._promised:
                 raise self._out_of_blocks(num_blocks)
+            opened = self.ledger.open(self)
             pool = LayerPool(codec, geometry, self.block_size, num_blocks, self._budget, hot)
             self.layers[layer_idx] = pool
             self._promise()
+            self._close(opened)
         return pool
 
-    def allocate(self, count: int) -> np.ndarray:
-        """Takes `count` blocks, int32 `[count]`: free ones, then new ones, then evicted ones.
+    def take(self, count: int) -> np.ndarray:
+        """Takes `count` blocks for the change in progress, int32 `[count]`: free ones, then new ones, then evicted
+        ones.
 
         Raises:
             OutOfBlocks: the limits do not allow that many. Nothing has changed then.
         """
-        missing = count - self.allocator.num_free
-        if missing > 0:
-            self._grow(count, missing)
+        self._have_free(count)
+        return self.allocator.take(count)
+
+    def allocate(self, count: int) -> np.ndarray:
+        """`take` for a holder that is no table, until `allocator.release`."""
+        self._have_free(count)
         return self.allocator.allocate(count)
 
     def give_back_memory(self) -> None:
         """Frees the tensors if no block is held or known. Layers may have other shapes and dtypes afterwards."""
         if self.allocator.shrink():
+            opened = self.ledger.open(self)
             self._budget.remove(self.num_bytes)
             self.layers.clear()
             self._promise()
+            self._close(opened)
             if self.hot is not None:  # whose blocks belong to such as were held here
                 self.hot.give_back_memory()
 
-    def check_room(self, count: int, hot_count: int = 0) -> None:
-        """Checks that `allocate(count)` would succeed, after `hot.allocate(hot_count)`.
+    def settle(self) -> None:
+        """Counts anew what the layers hold, after a change that was interrupted."""
+        for layer in self.layers.values():
+            layer.settle()
+        self._promised = self._bytes_to_promise()
+        self._budget.count()
+
+    def hold_only_tables(self) -> None:
+        """Lets go of the blocks that no table holds: of a copy that came without the other holders."""
+        self.allocator.hold_only_tables()
+        if self.hot is not None:
+            self.hot.hold_only_tables()
+
+    def check_room(self, count: int, hot_count: int = 0, *, let_go: tuple[int, int] = (0, 0)) -> None:
+        """Checks that `take(count)` would succeed, after `hot.take(hot_count)`.
+
+        Args:
+            count, hot_count: blocks and hot blocks.
+            let_go: blocks and hot blocks that become available before.
 
         Raises:
             OutOfBlocks: it would not.
         """
         reserved = 0
         if hot_count:
-            self.hot.check_room(hot_count)
-            reserved = max(hot_count - self.hot.allocator.num_available, 0) * self.hot.block_bytes
-        missing = count - self.allocator.num_available
+            self.hot.check_room(hot_count, let_go=(let_go[1], 0))
+            missing_hot = hot_count - self.hot.allocator.num_available - let_go[1]
+            reserved = max(missing_hot, 0) * self.hot.block_bytes
+        missing = count - self.allocator.num_available - let_go[0]
+        if missing <= 0:
+            return
         allowed = self._allowed_blocks(reserved)
-        if missing > 0 and allowed is not None and self.allocator.num_blocks + missing > allowed:
+        if allowed is not None and self.allocator.num_blocks + missing > allowed:
             raise self._out_of_blocks(count)
 
     def move(self, moves: Moves) -> None:
@@ -267,8 +315,13 @@ class GroupPool:
             self.hot.move(Moves(moves.hot_copies, [], []))
 
     def seal(self, pairs: Pairs) -> None:
-        """Quantizes hot blocks `(hot block, block id)` in every layer that has them."""
-        seal_blocks(self._hot_and_cold(), pairs)
+        """Quantizes hot blocks `(hot block, block id)` in every layer that has them.
+
+        Doing so before it is due changes nothing: codes are read by rows that hold no hot block, and those of a block
+        that some row reads so are what they were.
+        """
+        if pairs:
+            seal_blocks(self._hot_and_cold(), pairs)
 
     def quantizes_blocks(self, layer_idx: int) -> bool:
         """Whether a layer has codes of full blocks only."""
@@ -297,6 +350,11 @@ class GroupPool:
     def _hot_and_cold(self) -> list[HotColdBlocks]:
         return [layer.blocks for layer in self.layers.values() if layer.hot is not None]
 
+    def _have_free(self, count: int) -> None:
+        missing = count - self.allocator.num_free
+        if missing > 0:
+            self._grow(count, missing)
+
     def _grow(self, needed: int, missing: int) -> None:
         """Adds `missing` free blocks, or as many as the limits allow if known ones can make up for the others."""
         self.check_room(needed)
@@ -309,18 +367,27 @@ class GroupPool:
         if target <= present:
             return
         num_blocks = self._num_stored(target)
+        opened = self.ledger.open(self)
         for layer in self.layers.values():
             if layer.num_blocks < num_blocks:  # else moved by an attempt that ran out of memory at a later layer
                 layer.grow(num_blocks)
         self.allocator.grow(target)
         self._promise()
+        self._close(opened)
+
+    def _close(self, opened: bool) -> None:
+        if opened:
+            self.ledger.close(self)
 
     def _promise(self) -> None:
         """Keeps room for the layers that are to join, with as many blocks as the others have."""
+        promised = self._bytes_to_promise()
+        self._budget.promise(promised - self._promised)
+        self._promised = promised
+
+    def _bytes_to_promise(self) -> int:
         missing_bytes = self.block_bytes - sum(layer.block_bytes for layer in self.layers.values())
-        num_blocks = self._num_stored(self.allocator.num_blocks)
-        self._budget.promise(num_blocks * missing_bytes - self._promised)
-        self._promised = num_blocks * missing_bytes
+        return self._num_stored(self.allocator.num_blocks) * missing_bytes
 
     def _num_stored(self, num_ids: int) -> int:
         """Blocks of memory for so many ids. While there is only the null block there is nothing to hold."""
@@ -346,10 +413,13 @@ class GroupPool:
             limit = f"num_blocks={self._max_blocks} allows no more"
         else:
             limit = f"memory={self._budget.limit:,} bytes allows no more ({self._budget.allocated:,} are allocated)"
+        # The pool may be smaller than the limits allow; what they leave to be added is free.
+        present = self.allocator.num_blocks
+        to_add = max((self._allowed_blocks() or 0) - present, 0)
         return OutOfBlocks(
             needed=needed,
-            free=self.allocator.num_available,
-            total=self.allocator.num_blocks - 1,
+            free=self.allocator.num_available + to_add,
+            total=present - 1 + to_add,
             block_bytes=self.block_bytes,
             limit=limit,
         )

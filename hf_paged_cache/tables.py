@@ -1,14 +1,18 @@
 """Block tables: which blocks hold the tokens of which row, and how rows grow, shrink, move and share."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from hf_paged_kernels import StepMetadata
 
-from hf_paged_cache.block_rows import BlockRows
-from hf_paged_cache.blocks import BlockAllocator
-from hf_paged_cache.hot import HotRows, Moves, Pairs
+from hf_paged_cache.blocks import BlockAllocator, Holding
+from hf_paged_cache.hot import HotBlocks, Moves, Pairs
+from hf_paged_cache.ledger import Change, Ledger
+from hf_paged_cache.table_state import TableState
+
+_NOTHING = np.zeros(0, dtype=np.int32)
 
 
 class BlockTable:
@@ -30,8 +34,8 @@ class BlockTable:
         block_size: tokens a block.
         window: tokens that the layers of the group look back, the current one included; `None` for all. Blocks that
             have left the window are given back.
-        allocate: takes block ids, `allocator.allocate` unless something has to grow first.
-        hot: the hot blocks of the rows, for codecs that quantize whole blocks; `None` if there are none.
+        take: takes block ids, `allocator.take` unless something has to grow first.
+        hot: where hot blocks come from, for codecs that quantize whole blocks; `None` if there are none.
     """
 
     def __init__(
@@ -39,33 +43,74 @@ class BlockTable:
         allocator: BlockAllocator,
         block_size: int,
         window: int | None = None,
-        allocate: Callable[[int], np.ndarray] | None = None,
-        hot: HotRows | None = None,
+        take: Callable[[int], np.ndarray] | None = None,
+        hot: HotBlocks | None = None,
     ) -> None:
         self._allocator = allocator
-        self._allocate = allocate or allocator.allocate
+        self._take = take or allocator.take
         self.block_size = block_size
         self.window = window
-        self.num_columns = 0
-        self.first_kept_column = 0
-        self.generation = 0
         self.hot = hot
-        self._rows = BlockRows(allocator)
-        self._set_rows(0)
+        self._holding = Holding(TableState.empty(0, 0))
+        self._register()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_holding"):
+            for allocator, _ in self._kinds():
+                allocator.release_later(self._holding)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._register()
+
+    @property
+    def ledger(self) -> Ledger:
+        """Knows the changes in progress."""
+        return self._allocator.ledger
+
+    @property
+    def state(self) -> TableState:
+        """What the rows hold now."""
+        return self._holding.state
 
     @property
     def block_ids(self) -> np.ndarray:
-        """int32 `[num_rows, width]`, logical block -> block id; 0 where a row has no block."""
-        return self._rows.ids
+        """int32 `[num_rows, width]`, logical block -> block id; 0 where a row has no block. Not to be modified."""
+        return self.state.block_ids
+
+    @property
+    def hot_ids(self) -> np.ndarray:
+        """int32 `[num_rows, width]`, logical block -> hot block; 0 where a row reads codes, or has no block."""
+        return self.state.hot_ids
+
+    @property
+    def padding(self) -> np.ndarray:
+        """int32 `[num_rows]`, leading columns of each row that are not tokens."""
+        return self.state.padding
 
     @property
     def num_rows(self) -> int:
-        return len(self.padding)
+        return self.state.num_rows
+
+    @property
+    def num_columns(self) -> int:
+        """Tokens seen, padding included."""
+        return self.state.num_columns
+
+    @property
+    def first_kept_column(self) -> int:
+        """The first column that can still be read."""
+        return self.state.first_kept_column
+
+    @property
+    def generation(self) -> int:
+        """Another number whenever blocks were given back or replaced."""
+        return self.state.generation
 
     @property
     def seq_lens(self) -> np.ndarray:
         """int32 `[num_rows]`, tokens of each row."""
-        return self.num_columns - self.padding
+        return self.state.seq_lens
 
     @property
     def wasted_slots(self) -> int:
@@ -75,7 +120,7 @@ class BlockTable:
     @property
     def num_cold_tokens(self) -> int:
         """Tokens in blocks that some row reads by block id and not in a hot block; shared ones count once."""
-        block_ids = self.block_ids if self.hot is None else np.where(self.hot.ids == 0, self.block_ids, 0)
+        block_ids = self.block_ids if self.hot is None else np.where(self.hot_ids == 0, self.block_ids, 0)
         return int(self._filled_slots(block_ids).sum())
 
     def _filled_slots(self, block_ids: np.ndarray) -> np.ndarray:
@@ -87,10 +132,18 @@ class BlockTable:
         held = np.unique(block_ids)
         return most_filled[held[held != 0]]
 
+    def change_to(self, state: TableState) -> Change:
+        """The change after which the rows hold `state`."""
+        return Change(self._holding, {"state": state}, partial(self._count, self.state, state))
+
+    def commit(self, state: TableState) -> None:
+        """Lets the rows hold `state`."""
+        self.ledger.commit([self.change_to(state)])
+
     def extend(
         self, num_rows: int, num_new: int, attended: np.ndarray | None = None, *, keep_past: bool = False
-    ) -> tuple[StepMetadata, Moves]:
-        """Makes room for `num_new` columns in every row.
+    ) -> "Extension":
+        """Takes what it needs to have `num_new` columns more in every row. The rows stay as they are until `commit`.
 
         Args:
             num_rows: rows of the batch; an empty table takes this number.
@@ -99,91 +152,93 @@ class BlockTable:
                 run matters, in rows that have no token yet: padding that is not stored. `None` for no padding.
             keep_past: store all new tokens of a windowed group, so that `crop` can go back into them.
 
-        Returns:
-            The step, and what has to be moved before anything is written.
-
         Raises:
-            OutOfBlocks: nothing has changed then.
+            OutOfBlocks: nothing has changed then, once the ledger has recovered.
         """
-        if self.num_columns == 0 and self.num_rows != num_rows:
-            self._set_rows(num_rows)
-        need = self._need(num_new, attended, keep_past)
+        state = self.state
+        if state.num_columns == 0 and state.num_rows != num_rows:
+            state = TableState.empty(num_rows, state.generation)
+        need = self._need(state, num_new, attended, keep_past)
         # Hot blocks first: to take the others may evict known ones, which cannot be undone.
-        hot_ids = np.zeros(0, dtype=np.int32) if self.hot is None else self.hot.allocate(need.hot_count)
-        try:
-            new_ids = self._allocate(need.count)
-        except BaseException:
-            if self.hot is not None:
-                self.hot.rows.allocator.release(hot_ids)
-            raise
-        moves = self._moves(need, new_ids, hot_ids)
-        self._rows.reserve(need.width)
-        self._rows.ids[np.nonzero(need.is_new)] = new_ids[len(need.copying) :]
-        if need.copying:
-            rows = np.array(need.copying)
-            self._rows.replace((rows, need.last_block[rows]), new_ids[: len(rows)])
-            self.generation += 1
-        if self.hot is not None:
-            self.hot.rows.reserve(need.width)
-            self.hot.rows.ids[np.nonzero(need.is_new_hot)] = hot_ids[len(need.opening) :]
-            rows = np.array(need.opening, dtype=np.int64)
-            self.hot.rows.replace((rows, need.last_block[rows]), hot_ids[: len(rows)])
-        self.padding = need.padding
-        self.num_columns += num_new
+        hot_ids = self.hot.take(need.hot_count) if need.hot_count else _NOTHING
+        new_ids = self._take(need.count) if need.count else _NOTHING
+        first_kept_column, num_columns = state.first_kept_column, state.num_columns + num_new
         if self.window is not None and not keep_past:
-            self.first_kept_column = max(self.first_kept_column, self.num_columns - self.window + 1)
-        return self._step(num_new, need), moves
+            first_kept_column = max(first_kept_column, num_columns - self.window + 1)
+        wide = state.widened(need.width)
+        after = TableState(
+            block_ids=_filled(wide.block_ids, need, need.is_new, need.copying, new_ids),
+            hot_ids=_filled(wide.hot_ids, need, need.is_new_hot, need.opening, hot_ids),
+            padding=need.padding,
+            given_up=state.given_up,
+            num_columns=num_columns,
+            first_kept_column=first_kept_column,
+            generation=state.generation + bool(need.copying),
+        )
+        return Extension(after, self._step(after, num_new, need), _moves(state, need, new_ids, hot_ids))
 
-    def blocks_to_extend(self, num_new: int, attended: np.ndarray | None, *, keep_past: bool) -> tuple[int, int]:
-        """Blocks and hot blocks that `extend` with these arguments would take."""
-        need = self._need(num_new, attended, keep_past)
-        return need.count, 0 if self.hot is None else need.hot_count
+    def blocks_to_extend(
+        self, num_new: int, attended: np.ndarray | None, *, keep_past: bool, state: TableState | None = None
+    ) -> tuple[int, int]:
+        """Blocks and hot blocks that `extend` with these arguments would take, of rows that hold `state`."""
+        need = self._need(self.state if state is None else state, num_new, attended, keep_past)
+        return need.count, need.hot_count
 
-    def blocks_to_seal(self) -> tuple[tuple[np.ndarray, np.ndarray], Pairs]:
-        """The hot blocks that are to be quantized before the next step: their entries (rows `[n]`, logical blocks
-        `[n]`) for `drop_hot`, and their `hot_pairs`."""
-        entries = self.hot.due(self.seq_lens)
-        return entries, self.hot_pairs(entries)
+    def blocks_let_go(self, state: TableState) -> tuple[int, int]:
+        """Blocks and hot blocks that nobody would hold any more if the rows held `state`."""
+        present = self.state
+        num_blocks = self._allocator.num_let_go(present.block_ids, state.block_ids)
+        return num_blocks, 0 if self.hot is None else self.hot.allocator.num_let_go(present.hot_ids, state.hot_ids)
+
+    def before_next_step(self, *, keep_past: bool = True) -> tuple[TableState, Pairs]:
+        """What the rows hold when the next step begins: without what it cannot read exactly, or at all.
+
+        Blocks before `first_kept_column` go then and not before, so that the last step can be undone.
+
+        Args:
+            keep_past: keep the columns that no later step looks back at, if they are there still.
+
+        Returns:
+            The state, the present one if nothing goes, and the hot blocks to be quantized first (`hot_pairs`).
+        """
+        state = self.state if keep_past else self._within_window(self.state)
+        if self.window is not None:
+            state = state.without_unkept(self.block_size)
+        if self.hot is None:
+            return state, []
+        entries = self._due(state, state.seq_lens)
+        return (state.without_hot(entries), self.hot_pairs(entries)) if len(entries[0]) else (state, [])
 
     def hot_pairs(self, entries: tuple[np.ndarray, np.ndarray]) -> Pairs:
-        """For the hot blocks at some entries the place of the hot block and the block id, each pair once."""
-        pairs = zip(self.hot.places[entries].tolist(), self.block_ids[entries].tolist(), strict=True)
+        """The place of the hot block and the block id at some entries (rows `[n]`, logical blocks `[n]`), each pair
+        once."""
+        pairs = zip((self.hot_ids[entries] - 1).tolist(), self.block_ids[entries].tolist(), strict=True)
         return list(dict.fromkeys(pairs))
 
-    def drop_hot(self, entries: tuple[np.ndarray, np.ndarray]) -> None:
-        """Lets rows read the codes of these blocks from now on."""
-        if len(entries[0]):
-            self.hot.rows.replace(entries, np.zeros(len(entries[0]), dtype=np.int32))
-            self.generation += 1
+    def snapshot(self, num_columns: int) -> tuple[StepMetadata, Pairs]:
+        """A step without new tokens, to read the first `num_columns` columns as a next step would.
 
-    def snapshot(self, num_columns: int) -> StepMetadata:
-        """A step without new tokens, to read the first `num_columns` columns."""
-        return StepMetadata(
-            block_table=self.block_ids.copy(),
-            hot_table=None if self.hot is None else self.hot.places,
-            seq_lens=np.maximum(num_columns - self.padding, 0),
-            padding=self.padding,
-            slots=np.zeros((self.num_rows, 0), dtype=np.int32),
+        Returns:
+            The step, and the hot blocks whose codes it reads, which have to be made first (`hot_pairs`).
+        """
+        state = self.state
+        seq_lens = np.maximum(num_columns - state.padding, 0)
+        hot_table, pairs = None, []
+        if self.hot is not None:
+            entries = self._due(state, seq_lens)
+            hot_table, pairs = state.hot_ids - 1, self.hot_pairs(entries)
+            hot_table[entries] = -1
+        step = StepMetadata(
+            block_table=state.block_ids,
+            hot_table=hot_table,
+            seq_lens=seq_lens,
+            padding=state.padding,
+            slots=np.zeros((state.num_rows, 0), dtype=np.int32),
             num_columns=num_columns,
             block_size=self.block_size,
             new_tokens_stored=True,
         )
-
-    def release_unkept(self) -> None:
-        """Gives back the blocks before `first_kept_column`. Done before a step, so that the step can be undone."""
-        if self.window is None:
-            return
-        unkept = np.maximum(self.first_kept_column - self.padding, 0) // self.block_size
-        if (unkept > self._freed_blocks).any():
-            self._release(np.arange(self.block_ids.shape[1])[None] < unkept[:, None])
-            self._freed_blocks = np.maximum(self._freed_blocks, unkept).astype(np.int32)
-            self.generation += 1
-
-    def restrict_to_window(self) -> None:
-        """Gives up the columns that no later step looks back at; `crop` cannot return to them any more."""
-        if self.window is not None:
-            self.first_kept_column = max(self.first_kept_column, self.num_columns - self.window + 1)
-            self.release_unkept()
+        return step, pairs
 
     def can_crop(self, num_columns: int) -> bool:
         """Whether the columns that a step after cropping to `num_columns` looks back at are still there."""
@@ -191,51 +246,39 @@ class BlockTable:
             return True
         return max(num_columns - self.window + 1, 0) >= self.first_kept_column
 
-    def crop(self, num_columns: int, first_kept_column: int | None = None) -> None:
-        """Removes the columns from `num_columns` on. Blocks that no row needs any more are given back.
+    def cropped(self, num_columns: int, first_kept_column: int | None = None) -> TableState:
+        """The rows without the columns from `num_columns` on.
 
         Args:
             num_columns: columns to keep.
-            first_kept_column: what `first_kept_column` was at that time, to undo the last step.
+            first_kept_column: what `first_kept_column` was at that time, to undo the last step. Without it the columns
+                that no later step looks back at go too.
         """
-        if first_kept_column is not None:
-            self.first_kept_column = first_kept_column
-        if num_columns >= self.num_columns:
-            return
-        self.num_columns = num_columns
-        self.padding = np.minimum(self.padding, num_columns)
-        self.generation += 1
-        kept = -(-self.seq_lens // self.block_size)
-        self._release(np.arange(self.block_ids.shape[1])[None] >= kept[:, None])
-        self._freed_blocks = np.minimum(self._freed_blocks, kept)
-        if num_columns == 0:
-            self.first_kept_column = 0
+        if first_kept_column is None:
+            return self._within_window(self.state.cropped(num_columns, self.block_size))
+        return self.state._replace(first_kept_column=first_kept_column).cropped(num_columns, self.block_size)
 
-    def select(self, rows: np.ndarray) -> None:
-        """Replaces the rows by `rows` (indices of present rows, repeated or left out at will)."""
+    def within_window(self) -> TableState:
+        """The rows without the columns that no later step looks back at."""
+        return self._within_window(self.state)
+
+    def selected(self, rows: np.ndarray) -> TableState:
+        """`rows` (indices of present rows, repeated or left out at will) in the place of the present ones."""
         if np.array_equal(rows, np.arange(self.num_rows)):
-            return
-        self._rows.select(rows)
-        if self.hot is not None:
-            self.hot.rows.select(rows)
-        self.padding = self.padding[rows]
-        self._freed_blocks = self._freed_blocks[rows]
-        self.generation += 1
+            return self.state
+        return self.state.selected(rows).renewed()
 
     def fork(self, copies: int) -> "BlockTable":
         """A table in which every row stands `copies` times in a row, sharing all blocks with this one."""
-        hot = None if self.hot is None else self.hot.fork(copies)
-        other = BlockTable(self._allocator, self.block_size, self.window, self._allocate)
-        other.hot = hot
-        other._rows = self._rows.fork(copies)
-        other.padding = self.padding.repeat(copies)
-        other._freed_blocks = self._freed_blocks.repeat(copies)
-        other.num_columns = self.num_columns
-        other.first_kept_column = self.first_kept_column
+        other = BlockTable(self._allocator, self.block_size, self.window, self._take, self.hot)
+        rows = np.arange(self.num_rows).repeat(copies)
+        other.commit(self.state.selected(rows)._replace(generation=0))
         return other
 
-    def adopt(self, num_columns: int, padding: np.ndarray, block_ids: np.ndarray, hot_ids: np.ndarray | None) -> None:
-        """Lets an empty table begin with blocks that are known, which it holds from now on like others do.
+    def adopted(
+        self, num_columns: int, padding: np.ndarray, block_ids: np.ndarray, hot_ids: np.ndarray | None
+    ) -> TableState:
+        """An empty table that begins with blocks that are known, which it holds from then on like others do.
 
         Args:
             num_columns: columns of every row.
@@ -244,47 +287,46 @@ class BlockTable:
                 left the window.
             hot_ids: int32 `[num_rows, width]`, hot blocks; 0 where a row is to read codes. `None` if there are none.
         """
-        self._set_rows(len(padding))
-        self._rows.adopt(block_ids)
-        if self.hot is not None:
-            self.hot.rows.adopt(hot_ids)
-        self.num_columns, self.padding = num_columns, padding
+        first_kept_column, given_up = 0, np.zeros_like(padding)
         if self.window is not None:
-            self.first_kept_column = max(num_columns - self.window + 1, 0)
-            self._freed_blocks = np.maximum(self.first_kept_column - padding, 0) // self.block_size
-        self.generation += 1
+            first_kept_column = max(num_columns - self.window + 1, 0)
+            given_up = np.maximum(first_kept_column - padding, 0) // self.block_size
+        hot_ids = np.zeros_like(block_ids) if hot_ids is None else hot_ids
+        return TableState(block_ids, hot_ids, padding, given_up, num_columns, first_kept_column, self.generation + 1)
 
-    def exchange(self, entries: tuple[np.ndarray, np.ndarray], block_ids: np.ndarray) -> None:
-        """Takes blocks `[n]` of the same content in the place of those at the entries (rows `[n]`, logical blocks
-        `[n]`)."""
-        self._allocator.acquire(block_ids)
-        self._rows.replace(entries, block_ids)
-        self.generation += 1
+    def emptied(self) -> TableState:
+        """No rows; the table takes any number of them again."""
+        return TableState.empty(0, self.generation + 1)
 
-    def reset(self) -> None:
-        """Gives all blocks back; the table is empty and takes any number of rows again."""
-        self.num_columns = self.first_kept_column = 0
-        self.generation += 1
-        self._set_rows(0)
+    def _kinds(self) -> list[tuple[BlockAllocator, str]]:
+        """Each allocator, and the ids of a state that are its own."""
+        hot = [] if self.hot is None else [(self.hot.allocator, "hot_ids")]
+        return [(self._allocator, "block_ids"), *hot]
 
-    def _set_rows(self, num_rows: int) -> None:
-        self._rows.reset(num_rows)
+    def _register(self) -> None:
+        for allocator, attribute in self._kinds():
+            allocator.register(self._holding, attribute)
+
+    def _count(self, old: TableState, new: TableState) -> None:
+        self._allocator.count_change(old.block_ids, new.block_ids)
         if self.hot is not None:
-            self.hot.rows.reset(num_rows)
-        self.padding = np.zeros(num_rows, dtype=np.int32)
-        self._freed_blocks = np.zeros(num_rows, dtype=np.int32)
+            self.hot.allocator.count_change(old.hot_ids, new.hot_ids)
 
-    def _release(self, entries: np.ndarray) -> None:
-        """Gives back the blocks where the bool `[num_rows, width]` says so."""
-        self._rows.release(entries)
-        if self.hot is not None:
-            self.hot.rows.release(entries)
+    def _within_window(self, state: TableState) -> TableState:
+        if self.window is None:
+            return state
+        first_kept_column = max(state.first_kept_column, state.num_columns - self.window + 1)
+        return state._replace(first_kept_column=first_kept_column).without_unkept(self.block_size)
 
-    def _need(self, num_new: int, attended: np.ndarray | None, keep_past: bool) -> "_Need":
+    def _due(self, state: TableState, seq_lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The entries (rows `[n]`, logical blocks `[n]`) that are hot and that rows of these lengths read as codes."""
+        return np.nonzero((state.hot_ids != 0) & self.hot.are_cold(seq_lens, state.width))
+
+    def _need(self, state: TableState, num_new: int, attended: np.ndarray | None, keep_past: bool) -> "_Need":
         size = self.block_size
-        padding = self._padding_after(num_new, attended)
-        old_lens = np.maximum(self.num_columns - padding, 0)
-        new_lens = self.num_columns + num_new - padding
+        padding = _padding_after(state, num_new, attended)
+        old_lens = np.maximum(state.num_columns - padding, 0)
+        new_lens = state.num_columns + num_new - padding
         store_from = old_lens
         if self.window is not None and not keep_past:
             # Tokens that no later step can see are not stored; whole blocks of them, to keep blocks aligned.
@@ -292,28 +334,21 @@ class BlockTable:
         first_block = np.maximum(-(-old_lens // size), store_from // size)
         end_block = np.maximum(-(-new_lens // size), first_block)
         writes_on = (old_lens % size != 0) & (new_lens > old_lens) & (store_from == old_lens)
-        copying = self._rows_to_copy(np.flatnonzero(writes_on), old_lens)
-        block = np.arange(max(int(end_block.max()), self.block_ids.shape[1]))[None]
+        copying = self._rows_to_copy(state, np.flatnonzero(writes_on), old_lens)
+        block = np.arange(max(int(end_block.max()), state.width))[None]
         is_new = (block >= first_block[:, None]) & (block < end_block[:, None])
-        is_new_hot, opening = is_new, copying
+        is_new_hot, opening = is_new, []
         if self.hot is not None:
             is_new_hot = is_new & ~self.hot.are_cold(new_lens, is_new.shape[1])
-            last_hot = self.hot.ids[np.arange(self.num_rows), old_lens // size * writes_on]
+            last_hot = state.hot_ids[np.arange(state.num_rows), old_lens // size * writes_on]
             opening = sorted({*copying, *np.flatnonzero(writes_on & (last_hot == 0)).tolist()})
-        return _Need(padding, old_lens, store_from, is_new, copying, is_new_hot, opening, old_lens // size)
+        has_hot = self.hot is not None
+        return _Need(padding, old_lens, store_from, is_new, copying, is_new_hot, opening, old_lens // size, has_hot)
 
-    def _padding_after(self, num_new: int, attended: np.ndarray | None) -> np.ndarray:
-        """Leading padding of each row once `num_new` columns have come."""
-        if attended is None:
-            return self.padding
-        empty = self.padding == self.num_columns
-        leading = np.where(attended.any(axis=1), attended.argmax(axis=1), num_new)
-        return np.where(empty, self.padding + leading, self.padding).astype(np.int32)
-
-    def _rows_to_copy(self, rows: np.ndarray, old_lens: np.ndarray) -> list[int]:
+    def _rows_to_copy(self, state: TableState, rows: np.ndarray, old_lens: np.ndarray) -> list[int]:
         """Those of `rows`, which write on in their last block, that share it with others. The last of several such
         rows keeps the block, unless its content is to stay known."""
-        blocks = self.block_ids[rows, old_lens[rows] // self.block_size]
+        blocks = state.block_ids[rows, old_lens[rows] // self.block_size]
         shared = self._allocator.must_be_copied(blocks)
         if not shared.any():
             return []
@@ -325,34 +360,21 @@ class BlockTable:
                 copying.append(row)
         return copying
 
-    def _moves(self, need: "_Need", new_ids: np.ndarray, hot_ids: np.ndarray) -> Moves:
-        """What to move from the present blocks to these new ones."""
-        sources = {row: int(self.block_ids[row, need.last_block[row]]) for row in {*need.copying, *need.opening}}
-        copies = [(sources[row], target) for row, target in zip(need.copying, new_ids.tolist(), strict=False)]
-        moves = Moves(copies, [], [])
-        for row, target in zip(need.opening, (hot_ids - 1).tolist(), strict=False):
-            hot_source = int(self.hot.places[row, need.last_block[row]])
-            if hot_source >= 0:
-                moves.hot_copies.append((hot_source, target))
-            else:
-                moves.thaws.append((sources[row], target))
-        return moves
-
-    def _step(self, num_new: int, need: "_Need") -> StepMetadata:
+    def _step(self, state: TableState, num_new: int, need: "_Need") -> StepMetadata:
         size = self.block_size
-        seq_lens = self.seq_lens
+        seq_lens = state.seq_lens
         width = max(1, -(-int(seq_lens.max()) // size))
         tokens = (seq_lens - num_new)[:, None] + np.arange(num_new, dtype=np.int32)[None]
         is_stored = tokens >= need.store_from[:, None]
 
         def slots(table: np.ndarray, first_block_id: int) -> np.ndarray:
-            block_ids = table[np.arange(self.num_rows)[:, None], np.maximum(tokens, 0) // size]
+            block_ids = table[np.arange(state.num_rows)[:, None], np.maximum(tokens, 0) // size]
             return np.where(is_stored & (block_ids >= first_block_id), block_ids * size + tokens % size, -1)
 
-        block_table = self.block_ids[:, :width].copy()
+        block_table = state.block_ids[:, :width]
         hot_table = hot_slots = quantized = None
         if self.hot is not None:
-            hot_table = self.hot.places[:, :width]
+            hot_table = state.hot_ids[:, :width] - 1
             hot_slots = slots(hot_table, 0)
             rows, blocks = np.nonzero(need.is_new[:, :width] & ~need.is_new_hot[:, :width])
             first_columns = blocks * size - (seq_lens - num_new)[rows]
@@ -361,14 +383,28 @@ class BlockTable:
             block_table=block_table,
             hot_table=hot_table,
             seq_lens=seq_lens,
-            padding=self.padding,
+            padding=state.padding,
             slots=slots(block_table, 1),
             hot_slots=hot_slots,
             quantized=quantized,
-            num_columns=self.num_columns,
+            num_columns=state.num_columns,
             block_size=size,
             new_tokens_stored=bool((need.store_from <= need.old_lens).all()),
         )
+
+
+class Extension(NamedTuple):
+    """Rows that are about to have more columns.
+
+    Attributes:
+        state: what they hold then.
+        step: the new columns.
+        moves: what has to be moved before the state is committed.
+    """
+
+    state: TableState
+    step: StepMetadata
+    moves: Moves
 
 
 class _Need(NamedTuple):
@@ -383,6 +419,7 @@ class _Need(NamedTuple):
         is_new_hot: bool `[num_rows, width]`, which of the new blocks are hot.
         opening: rows whose last block needs a new hot block.
         last_block: logical block in which each row goes on.
+        has_hot: whether there are hot blocks at all.
     """
 
     padding: np.ndarray
@@ -393,6 +430,7 @@ class _Need(NamedTuple):
     is_new_hot: np.ndarray
     opening: list[int]
     last_block: np.ndarray
+    has_hot: bool
 
     @property
     def count(self) -> int:
@@ -402,9 +440,43 @@ class _Need(NamedTuple):
     @property
     def hot_count(self) -> int:
         """Hot blocks to be allocated."""
-        return int(self.is_new_hot.sum()) + len(self.opening)
+        return int(self.is_new_hot.sum()) + len(self.opening) if self.has_hot else 0
 
     @property
     def width(self) -> int:
         """Logical blocks of the rows afterwards."""
         return self.is_new.shape[1]
+
+
+def _padding_after(state: TableState, num_new: int, attended: np.ndarray | None) -> np.ndarray:
+    """Leading padding of each row once `num_new` columns have come."""
+    if attended is None:
+        return state.padding
+    empty = state.padding == state.num_columns
+    leading = np.where(attended.any(axis=1), attended.argmax(axis=1), num_new)
+    return np.where(empty, state.padding + leading, state.padding).astype(np.int32)
+
+
+def _filled(ids: np.ndarray, need: _Need, is_new: np.ndarray, replaced: list[int], taken: np.ndarray) -> np.ndarray:
+    """`ids` with blocks that were taken: first those of rows whose last one is replaced, then the new ones."""
+    if not taken.size:
+        return ids
+    ids = ids.copy()
+    ids[np.nonzero(is_new)] = taken[len(replaced) :]
+    rows = np.array(replaced, dtype=np.int64)
+    ids[rows, need.last_block[rows]] = taken[: len(replaced)]
+    return ids
+
+
+def _moves(state: TableState, need: _Need, new_ids: np.ndarray, hot_ids: np.ndarray) -> Moves:
+    """What to move from the present blocks to these new ones."""
+    sources = {row: int(state.block_ids[row, need.last_block[row]]) for row in {*need.copying, *need.opening}}
+    copies = [(sources[row], target) for row, target in zip(need.copying, new_ids.tolist(), strict=False)]
+    moves = Moves(copies, [], [])
+    for row, target in zip(need.opening, (hot_ids - 1).tolist(), strict=False):
+        hot_source = int(state.hot_ids[row, need.last_block[row]]) - 1
+        if hot_source >= 0:
+            moves.hot_copies.append((hot_source, target))
+        else:
+            moves.thaws.append((sources[row], target))
+    return moves

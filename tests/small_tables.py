@@ -4,6 +4,7 @@ import numpy as np
 from hf_paged_kernels import StepMetadata
 
 from hf_paged_cache.blocks import BlockAllocator
+from hf_paged_cache.hot import Moves
 from hf_paged_cache.tables import BlockTable
 
 SIZE = 4
@@ -12,6 +13,16 @@ SIZE = 4
 def make_table(num_blocks: int = 100, window: int | None = None) -> tuple[BlockTable, BlockAllocator]:
     allocator = BlockAllocator(num_blocks + 1)
     return BlockTable(allocator, SIZE, window), allocator
+
+
+def extend(
+    table: BlockTable, num_rows: int, num_new: int, attended: np.ndarray | None = None, *, keep_past: bool = False
+) -> tuple[StepMetadata, Moves]:
+    """Extends a table, and commits that at once; what is refused is taken back."""
+    with table.ledger:
+        extension = table.extend(num_rows, num_new, attended, keep_past=keep_past)
+        table.commit(extension.state)
+    return extension.step, extension.moves
 
 
 def mask(*rows: str) -> np.ndarray:

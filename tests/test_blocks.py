@@ -1,12 +1,15 @@
 """`BlockAllocator`: who holds which block, and in which order blocks are handed out and taken back."""
 
 import gc
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from hf_paged_cache.blocks import BlockAllocator
+from hf_paged_cache.blocks import BlockAllocator, Holding
 from hf_paged_cache.errors import OutOfBlocks, PagedCacheError
+from hf_paged_cache.ledger import Change
 
 
 def ids(*block_ids: int) -> np.ndarray:
@@ -210,25 +213,26 @@ def test_growth_adds_free_blocks_and_touches_no_others():
 @pytest.mark.parametrize("look", ["num_free", "num_reusable", "num_available", "num_referenced"])
 def test_what_was_released_later_is_released_by_the_next_look(look):
     allocator = BlockAllocator(4)
-    allocator.allocate(3)
+    rows = held(allocator, allocator.take(3))
     allocator.retain([2])
-    allocator.release_later(ids(1, 2, 0))
-    expected = {"num_free": 1, "num_reusable": 1, "num_available": 2, "num_referenced": 1}
+    allocator.release_later(rows)
+    expected = {"num_free": 2, "num_reusable": 1, "num_available": 3, "num_referenced": 0}
     assert getattr(allocator, look) == expected[look]
-    assert states(allocator) == {"free": 1, "reusable": 1, "referenced": 1}
+    assert states(allocator) == {"free": 2, "reusable": 1, "referenced": 0}
 
 
 def test_reference_counts_leave_out_what_was_released_later():
     """They decide whether a block is shared, and so whether it has to be copied."""
     allocator = BlockAllocator(2)
-    allocator.acquire(allocator.allocate(1))
-    allocator.release_later(ids(1))
+    rows = held(allocator, allocator.take(1))
+    allocator.acquire(ids(1))
+    allocator.release_later(rows)
     assert allocator.references(ids(1)).tolist() == [1]
 
 
 def test_what_was_released_later_can_be_allocated_at_once():
     allocator = BlockAllocator(3)
-    allocator.release_later(allocator.allocate(2))
+    allocator.release_later(held(allocator, allocator.take(2)))
     assert sorted(allocator.allocate(2).tolist()) == [1, 2]
 
 
@@ -236,16 +240,61 @@ def test_a_finalizer_may_release_in_the_middle_of_anything():
     """Here the collector runs while a block is being evicted."""
 
     class Holder:
-        def __init__(self, block_ids: np.ndarray) -> None:
-            self.block_ids, self.itself = block_ids, self
+        def __init__(self, rows: Holding) -> None:
+            self.rows, self.itself = rows, self
 
         def __del__(self) -> None:
-            allocator.release_later(self.block_ids)
+            allocator.release_later(self.rows)
 
     allocator = BlockAllocator(6, on_evict=lambda block_id: gc.collect())
     allocator.allocate(3)
-    Holder(allocator.allocate(2))
+    Holder(held(allocator, allocator.take(2)))
     allocator.retain([1, 2, 3])
     allocator.release(ids(1, 2, 3))
     assert sorted(allocator.allocate(3).tolist()) == [1, 2, 3]
     assert states(allocator) == {"free": 2, "reusable": 0, "referenced": 3}
+
+
+class TestChangesThatAreGivenUp:
+    def test_what_was_taken_is_free_again(self):
+        allocator = BlockAllocator(6)
+        kept = held(allocator, allocator.take(2))
+        taken = allocator.take(3)
+        allocator.ledger.recover()
+        assert states(allocator) == {"free": 3, "reusable": 0, "referenced": 2}
+        assert sorted(allocator.take(3).tolist()) == sorted(taken.tolist())
+        assert allocator.references(kept.state.ids).tolist() == [[1, 1]]
+
+    def test_others_keep_what_they_hold_and_what_is_known_stays_known(self):
+        allocator = BlockAllocator(8)
+        allocator.allocate(4)
+        allocator.retain([1, 2, 3])
+        allocator.release(ids(2, 1))
+        allocator.take(1)
+        allocator.ledger.recover()
+        assert states(allocator) == {"free": 3, "reusable": 2, "referenced": 2}
+        assert allocator.references(np.arange(8)).tolist() == [0, 0, 0, 1, 1, 0, 0, 0]
+        allocator.take(4)  # of a run that is released the tail goes first
+        assert [allocator.is_retained(block) for block in (1, 2, 3)] == [False, True, True]
+
+    def test_a_table_that_went_away_meanwhile_holds_nothing(self):
+        allocator = BlockAllocator(6)
+        rows = held(allocator, allocator.take(2))
+        allocator.take(1)
+        allocator.release_later(rows)
+        allocator.ledger.recover()
+        assert states(allocator) == {"free": 5, "reusable": 0, "referenced": 0}
+
+
+class Rows(NamedTuple):
+    ids: np.ndarray
+
+
+def held(allocator: BlockAllocator, block_ids: np.ndarray) -> Holding:
+    """A row of a table that holds blocks which were taken."""
+    holding = Holding(Rows(np.zeros((1, 1), dtype=np.int32)))
+    allocator.register(holding, "ids")
+    new = Rows(block_ids[None])
+    count = partial(allocator.count_change, holding.state.ids, new.ids)
+    allocator.ledger.commit([Change(holding, {"state": new}, count)])
+    return holding

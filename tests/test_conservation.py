@@ -19,7 +19,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hf_paged_cache.blocks import BlockAllocator
 from hf_paged_cache.errors import OutOfBlocks
 from hf_paged_cache.hot import Moves
+from hf_paged_cache.table_state import TableState
 from hf_paged_cache.tables import BlockTable
+from tests.interrupts import interrupted_at
+from tests.small_tables import extend
 
 SIZE, NUM_BLOCKS = 4, 24
 GONE = -1  # what a block holds that nobody has a right to
@@ -104,8 +107,55 @@ class Conservation(RuleBasedStateMachine):
         table, rows, kept_from = cache.table, list(cache.rows), cache.kept_from
         before = (table.num_columns, table.first_kept_column)
         self.feed(cache, num_new, [0] * len(rows), keep_past)
-        table.crop(*before)
+        table.commit(table.cropped(*before))
         cache.rows, cache.kept_from = rows, kept_from
+
+    @precondition(lambda self: self.started)
+    @rule(num_new=st.integers(1, 11), keep_past=st.booleans(), line=st.integers(1, 130), data=st.data())
+    def interrupt_a_step(self, num_new: int, keep_past: bool, line: int, data: st.DataObject) -> None:
+        """Ctrl-C before any line of a step. The invariants then find what every row read before."""
+        cache = pick(self.started, data)
+        table, num_rows = cache.table, len(cache.rows)
+        self.give_up_old_tokens(cache)
+        self.poison_unheld()
+        if self.expected_refusal(cache, num_new, [0] * num_rows, keep_past) is not None:
+            return
+        before, columns = self.state(cache), (table.num_columns, table.first_kept_column)
+        came = interrupted_at(line, lambda: self.extend(table, num_rows, num_new, None, keep_past))
+        self.recover()
+        if came:
+            assert self.state(cache) == before
+        else:
+            table.commit(table.cropped(*columns))
+
+    @precondition(lambda self: self.started)
+    @rule(line=st.integers(1, 60), data=st.data())
+    def interrupt_a_selection(self, line: int, data: st.DataObject) -> None:
+        """It has happened, or it has not."""
+        cache = pick(self.started, data)
+        rows = data.draw(st.lists(st.integers(0, len(cache.rows) - 1), min_size=1, max_size=5))
+        before, after = self.state(cache), cache.table.selected(np.array(rows))
+        interrupted_at(line, lambda: cache.table.commit(after))
+        self.recover()
+        if cache.table.state is after:
+            cache.rows = [cache.rows[row] for row in rows]
+        else:
+            assert self.state(cache) == before
+
+    @precondition(lambda self: self.started)
+    @rule(line=st.integers(1, 60), copies=st.integers(1, 3), data=st.data())
+    def interrupt_a_fork(self, line: int, copies: int, data: st.DataObject) -> None:
+        """What it held until then is given back."""
+        table = pick(self.started, data).table
+        interrupted_at(line, lambda: table.fork(copies))
+        self.recover()
+
+    def recover(self) -> None:
+        self.allocator.ledger.recover()
+        for block in self.evicted:  # the index has forgotten it, if the allocator has not
+            self.allocator.forget([block])
+            self.retained.discard(block)
+        self.evicted.clear()
 
     @precondition(lambda self: self.started)
     @rule(removed=st.integers(1, 9), data=st.data())
@@ -117,8 +167,7 @@ class Conservation(RuleBasedStateMachine):
         if allowed:
             cache.rows = [row[:num_columns] for row in cache.rows]
             self.forget_cut_blocks(cache)
-            cache.table.crop(num_columns)
-            cache.table.restrict_to_window()
+            cache.table.commit(cache.table.cropped(num_columns))
             cache.kept_from = max(cache.kept_from, cache.past_window())
 
     @precondition(lambda self: self.started)
@@ -126,7 +175,7 @@ class Conservation(RuleBasedStateMachine):
     def select(self, data: st.DataObject) -> None:
         cache = pick(self.started, data)
         rows = data.draw(st.lists(st.integers(0, len(cache.rows) - 1), min_size=1, max_size=5))
-        cache.table.select(np.array(rows))
+        cache.table.commit(cache.table.selected(np.array(rows)))
         cache.rows = [cache.rows[row] for row in rows]
 
     @precondition(lambda self: self.started and len(self.live) < 5)
@@ -142,10 +191,10 @@ class Conservation(RuleBasedStateMachine):
         self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
 
     @precondition(lambda self: self.started)
-    @rule(to_nothing=st.sampled_from([BlockTable.reset, lambda table: table.crop(0)]), data=st.data())
-    def empty(self, to_nothing: Callable[[BlockTable], None], data: st.DataObject) -> None:
+    @rule(to_nothing=st.sampled_from([BlockTable.emptied, lambda table: table.cropped(0)]), data=st.data())
+    def empty(self, to_nothing: Callable[[BlockTable], TableState], data: st.DataObject) -> None:
         cache = pick(self.started, data)
-        to_nothing(cache.table)
+        cache.table.commit(to_nothing(cache.table))
         cache.rows, cache.kept_from = [], 0
 
     # What an index of known prefixes does.
@@ -205,24 +254,32 @@ class Conservation(RuleBasedStateMachine):
         if refusal is not None:
             before, num_evicted = self.state(cache), len(self.evicted)
             with pytest.raises(OutOfBlocks) as error:
-                table.extend(len(cache.rows), num_new, attended, keep_past=keep_past)
+                extend(table, len(cache.rows), num_new, attended, keep_past=keep_past)
             assert (error.value.needed, error.value.free, error.value.total) == refusal
             assert self.state(cache) == before
             assert len(self.evicted) == num_evicted
             del error  # its traceback holds the table
             return
-        step, moves = table.extend(len(cache.rows), num_new, attended, keep_past=keep_past)
-        for block in self.evicted:
-            self.retained.discard(block)
-            self.content(block)[:] = GONE
-        self.evicted.clear()
-        self.move(moves)
+        step = self.extend(table, len(cache.rows), num_new, attended, keep_past)
         self.write(cache, step, leading, num_new)
         if table.window is not None and not keep_past:
             cache.kept_from = max(cache.kept_from, cache.past_window())
 
+    def extend(
+        self, table: BlockTable, num_rows: int, num_new: int, attended: np.ndarray | None, keep_past: bool
+    ) -> StepMetadata:
+        """Takes blocks, moves what has to be moved, and only then lets the table name them."""
+        extension = table.extend(num_rows, num_new, attended, keep_past=keep_past)
+        for block in self.evicted:
+            self.retained.discard(block)
+            self.content(block)[:] = GONE
+        self.evicted.clear()
+        self.move(extension.moves)
+        table.commit(extension.state)
+        return extension.step
+
     def give_up_old_tokens(self, cache: Cache) -> None:
-        cache.table.release_unkept()
+        cache.table.commit(cache.table.before_next_step()[0])
 
     def expected_refusal(
         self, cache: Cache, num_new: int, leading: list[int], keep_past: bool
@@ -312,7 +369,7 @@ class Conservation(RuleBasedStateMachine):
         for cache in self.live:
             if not cache.rows:
                 continue
-            snapshot = cache.table.snapshot(cache.num_columns)
+            snapshot, _ = cache.table.snapshot(cache.num_columns)
             assert cache.table.first_kept_column == cache.kept_from
             for row, columns in enumerate(cache.rows):
                 tokens = cache.tokens(row)

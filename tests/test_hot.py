@@ -8,9 +8,9 @@ from hf_paged_kernels import StepMetadata
 
 from hf_paged_cache.blocks import BlockAllocator
 from hf_paged_cache.errors import OutOfBlocks
-from hf_paged_cache.hot import HotPolicy, HotRows, Moves, Pairs
+from hf_paged_cache.hot import HotBlocks, HotPolicy, Moves, Pairs
 from hf_paged_cache.tables import BlockTable
-from tests.small_tables import SIZE, mask, slots, state
+from tests.small_tables import SIZE, extend, mask, slots, state
 
 POLICY = HotPolicy(window=4, sink=4)
 
@@ -25,31 +25,36 @@ class Rows:
         num_blocks: int = 60,
         num_hot: int = 60,
     ) -> None:
-        self.allocator, self.hot_allocator = BlockAllocator(num_blocks + 1), BlockAllocator(num_hot + 1)
-        self.table = BlockTable(self.allocator, SIZE, window, hot=HotRows(policy, SIZE, self.hot_allocator))
+        self.allocator = BlockAllocator(num_blocks + 1)
+        self.hot_allocator = BlockAllocator(num_hot + 1, ledger=self.allocator.ledger)
+        self.table = BlockTable(self.allocator, SIZE, window, hot=HotBlocks(policy, SIZE, self.hot_allocator))
 
     def feed(self, num_new: int, *marks: str, num_rows: int = 1) -> tuple[StepMetadata, Moves, Pairs]:
         """The step, what it moves, and what was quantized before it."""
-        self.table.release_unkept()
-        entries, pairs = self.table.blocks_to_seal()
-        self.table.drop_hot(entries)
+        pairs = self.seal()
         attended = mask(*marks) if marks else None
         num_rows = self.table.num_rows or len(marks) or num_rows
-        step, moves = self.table.extend(num_rows, num_new, attended)
+        step, moves = extend(self.table, num_rows, num_new, attended)
         return step, moves, pairs
+
+    def seal(self) -> Pairs:
+        """Quantizes what is to be quantized before the next step."""
+        before, pairs = self.table.before_next_step()
+        self.table.commit(before)
+        return pairs
 
     @property
     def hot(self) -> list[list[bool]]:
         """Which of the held blocks each row reads exactly."""
         held = -(-self.table.seq_lens // SIZE)
-        return [(row[:end] != 0).tolist() for row, end in zip(self.table.hot.ids, held, strict=True)]
+        return [(row[:end] != 0).tolist() for row, end in zip(self.table.hot_ids, held, strict=True)]
 
 
 def hot_state(rows: Rows) -> tuple:
     blocks = np.arange(rows.allocator.num_blocks), np.arange(rows.hot_allocator.num_blocks)
     return (
         *state(rows.table),
-        rows.table.hot.ids.tolist(),
+        rows.table.hot_ids.tolist(),
         rows.allocator.references(blocks[0]).tolist(),
         rows.hot_allocator.references(blocks[1]).tolist(),
     )
@@ -73,11 +78,11 @@ class TestWhatIsExact:
     )
     def test_the_first_and_the_newest_tokens(self, policy: HotPolicy, length: int, cold: list[int]) -> None:
         """Whole blocks: sinks are rounded up, and a block is quantized when all of it has left the hot window."""
-        hot = HotRows(policy, SIZE, BlockAllocator())
+        hot = HotBlocks(policy, SIZE, BlockAllocator())
         assert hot.are_cold(np.array([length]), 30)[0].nonzero()[0].tolist() == cold
 
     def test_the_picture_of_the_module(self) -> None:
-        hot = HotRows(HotPolicy(window=64, sink=64), 64, BlockAllocator())
+        hot = HotBlocks(HotPolicy(window=64, sink=64), 64, BlockAllocator())
         assert hot.are_cold(np.array([350]), 6)[0].tolist() == [False, True, True, True, False, False]
 
     @pytest.mark.parametrize("chunk", [1, 3, 4, 7])
@@ -85,8 +90,7 @@ class TestWhatIsExact:
         rows = Rows()
         for length in range(chunk, 60, chunk):
             rows.feed(chunk)
-            entries, _ = rows.table.blocks_to_seal()
-            rows.table.drop_hot(entries)
+            rows.seal()
             blocks = -(-length // SIZE)
             cold = rows.table.hot.are_cold(np.array([length]), blocks)[0]
             assert rows.hot == [(~cold).tolist()]
@@ -114,7 +118,7 @@ class TestSealing:
         assert step.hot.block_table.tolist() == [[0, -1, -1, 1, 2]]
         assert slots(step) == [list(range(4, 23))]
         assert slots(step.hot) == [[0, 1, 2, 3, *[-1] * 8, 4, 5, 6, 7, 8, 9, 10]]
-        assert rows.table.blocks_to_seal()[1] == []
+        assert rows.table.before_next_step()[1] == []
 
     def test_a_block_that_a_chunk_only_completes_is_quantized_later(self) -> None:
         rows = Rows()
@@ -138,7 +142,7 @@ class TestSealing:
         rows = Rows()
         rows.feed(11)
         rows.feed(1)
-        rows.table.select(np.zeros(3, dtype=np.int64))
+        rows.table.commit(rows.table.selected(np.zeros(3, dtype=np.int64)))
         _, _, pairs = rows.feed(1)
         assert pairs == [(1, 2)]
         assert rows.hot == [[True, False, True, True]] * 3
@@ -155,8 +159,8 @@ class TestSealing:
     def test_tokens_read_as_codes_are_counted_once(self, length: int) -> None:
         rows = Rows()
         rows.feed(length)
-        rows.table.drop_hot(rows.table.blocks_to_seal()[0])
-        rows.table.select(np.zeros(3, dtype=np.int64))
+        rows.seal()
+        rows.table.commit(rows.table.selected(np.zeros(3, dtype=np.int64)))
         assert rows.table.num_cold_tokens == max((length - 4) // SIZE - 1, 0) * SIZE
 
 
@@ -169,10 +173,10 @@ class TestForks:
         longer = Rows()
         longer.allocator, longer.hot_allocator = rows.allocator, rows.hot_allocator
         longer.table = rows.table.fork(2)
-        before = rows.table.hot.ids.copy()
+        before = rows.table.hot_ids.copy()
         for _ in range(num_more):
             longer.feed(1)
-        assert np.array_equal(rows.table.hot.ids, before)
+        assert np.array_equal(rows.table.hot_ids, before)
         alone.feed(14)
         for _ in range(num_more):
             alone.feed(1)
@@ -182,16 +186,16 @@ class TestForks:
     def test_a_shared_last_block_is_copied_on_both_sides(self) -> None:
         rows = Rows()
         rows.feed(6)
-        rows.table.select(np.zeros(3, dtype=np.int64))
+        rows.table.commit(rows.table.selected(np.zeros(3, dtype=np.int64)))
         _, moves, _ = rows.feed(1)
         assert moves == Moves(copies=[(2, 3), (2, 4)], hot_copies=[(1, 2), (1, 3)], thaws=[])
-        assert rows.table.block_ids[:, :2].tolist() == rows.table.hot.ids[:, :2].tolist() == [[1, 3], [1, 4], [1, 2]]
+        assert rows.table.block_ids[:, :2].tolist() == rows.table.hot_ids[:, :2].tolist() == [[1, 3], [1, 4], [1, 2]]
 
     def test_blocks_live_as_long_as_one_table_holds_them(self) -> None:
         rows = Rows()
         rows.feed(19)
         fork = rows.table.fork(2)
-        rows.table.reset()
+        rows.table.commit(rows.table.emptied())
         assert (rows.allocator.num_referenced, rows.hot_allocator.num_referenced) == (5, 3)
         del fork
         assert (rows.allocator.num_referenced, rows.hot_allocator.num_referenced) == (0, 0)
@@ -199,10 +203,10 @@ class TestForks:
     def test_rows_move_with_their_hot_blocks(self) -> None:
         rows = Rows()
         rows.feed(13, "x" * 13, "." * 8 + "x" * 5)
-        before = rows.table.hot.ids.copy()
-        rows.table.select(np.array([1, 1, 0]))
-        assert np.array_equal(rows.table.hot.ids, before[[1, 1, 0]])
-        rows.table.select(np.array([1]))
+        before = rows.table.hot_ids.copy()
+        rows.table.commit(rows.table.selected(np.array([1, 1, 0])))
+        assert np.array_equal(rows.table.hot_ids, before[[1, 1, 0]])
+        rows.table.commit(rows.table.selected(np.array([1])))
         assert rows.hot_allocator.num_referenced == 2
 
 
@@ -210,11 +214,11 @@ class TestCrop:
     def test_into_a_block_of_codes_thaws_it_when_the_row_writes_on(self) -> None:
         rows = Rows()
         rows.feed(30)
-        rows.table.crop(10)
+        rows.table.commit(rows.table.cropped(10))
         assert rows.hot == [[True, False, False]]
         assert rows.table.num_cold_tokens == SIZE + 2
         _, moves, _ = rows.feed(1)
-        block, hot_block = int(rows.table.block_ids[0, 2]), int(rows.table.hot.places[0, 2])
+        block, hot_block = int(rows.table.block_ids[0, 2]), int(rows.table.hot_ids[0, 2] - 1)
         assert moves == Moves([], [], thaws=[(block, hot_block)])
         assert rows.hot == [[True, False, True]]
         assert rows.feed(1)[1] == Moves([], [], [])
@@ -222,14 +226,14 @@ class TestCrop:
     def test_a_thawed_block_is_quantized_anew(self) -> None:
         rows = Rows()
         rows.feed(30)
-        rows.table.crop(10)
+        rows.table.commit(rows.table.cropped(10))
         sealed = [pairs for _ in range(8) for _, _, pairs in [rows.feed(1)] if pairs]
         assert sealed == [[(int(hot_block), 3)] for hot_block in {sealed[0][0][0]}]
 
     def test_to_a_block_edge_thaws_nothing(self) -> None:
         rows = Rows()
         rows.feed(30)
-        rows.table.crop(12)
+        rows.table.commit(rows.table.cropped(12))
         _, moves, _ = rows.feed(1)
         assert moves == Moves([], [], [])
         assert rows.hot == [[True, False, False, True]]
@@ -237,7 +241,7 @@ class TestCrop:
     def test_within_the_hot_window_thaws_nothing(self) -> None:
         rows = Rows()
         rows.feed(30)
-        rows.table.crop(27)
+        rows.table.commit(rows.table.cropped(27))
         assert rows.feed(1)[1] == Moves([], [], [])
 
     def test_of_a_shared_block_thaws_it_into_a_copy(self) -> None:
@@ -245,25 +249,25 @@ class TestCrop:
         rows = Rows()
         rows.feed(30)
         other = rows.table.fork(1)
-        rows.table.crop(10)
+        rows.table.commit(rows.table.cropped(10))
         _, moves, _ = rows.feed(1)
-        copied, hot_block = int(rows.table.block_ids[0, 2]), int(rows.table.hot.places[0, 2])
+        copied, hot_block = int(rows.table.block_ids[0, 2]), int(rows.table.hot_ids[0, 2] - 1)
         assert moves == Moves(copies=[(3, copied)], hot_copies=[], thaws=[(3, hot_block)])
         assert other.block_ids[0, 2] == 3
-        assert other.hot.ids[0, 2] == 0
+        assert other.hot_ids[0, 2] == 0
 
     def test_gives_hot_blocks_back(self) -> None:
         rows = Rows()
         rows.feed(30)
-        rows.table.crop(3)
+        rows.table.commit(rows.table.cropped(3))
         assert (rows.allocator.num_referenced, rows.hot_allocator.num_referenced) == (1, 1)
-        rows.table.crop(0)
+        rows.table.commit(rows.table.cropped(0))
         assert (rows.allocator.num_referenced, rows.hot_allocator.num_referenced) == (0, 0)
 
     def test_only_rows_that_write_thaw(self) -> None:
         rows = Rows()
         rows.feed(30, "x" * 30, "." * 2 + "x" * 28)
-        rows.table.crop(12)  # 12 tokens and 10
+        rows.table.commit(rows.table.cropped(12))  # 12 tokens and 10
         _, moves, _ = rows.feed(1)
         assert len(moves.thaws) == 1
 
@@ -280,9 +284,9 @@ class TestOutOfBlocks:
         for num_old in range(20, 20 + 2 * SIZE):
             rows = Rows()
             rows.feed(num_old, "x" * num_old, "..." + "x" * (num_old - 3))
-            rows.table.crop(num_old - removed)
-            rows.table.select(np.array([0, 0, 1, 1]))
-            rows.table.drop_hot(rows.table.blocks_to_seal()[0])
+            rows.table.commit(rows.table.cropped(num_old - removed))
+            rows.table.commit(rows.table.selected(np.array([0, 0, 1, 1])))
+            rows.seal()
             needed, hot_needed = rows.table.blocks_to_extend(num_new, None, keep_past=False)
             rows.allocator.allocate(rows.allocator.num_available - needed)
             rows.hot_allocator.allocate(rows.hot_allocator.num_available - hot_needed)
@@ -291,21 +295,21 @@ class TestOutOfBlocks:
                 one_too_many = allocator.allocate(1)
                 before = hot_state(rows)
                 with pytest.raises(OutOfBlocks):
-                    rows.table.extend(4, num_new)
+                    extend(rows.table, 4, num_new)
                 assert hot_state(rows) == before
                 allocator.release(one_too_many)
                 num_failures += 1
-            rows.table.extend(4, num_new)
+            extend(rows.table, 4, num_new)
             assert (rows.allocator.num_available, rows.hot_allocator.num_available) == (0, 0)
         assert num_failures
 
     def test_a_step_that_is_taken_back_gives_hot_blocks_back(self) -> None:
         rows = Rows()
         rows.feed(14)
-        rows.table.drop_hot(rows.table.blocks_to_seal()[0])
+        rows.seal()
         before = hot_state(rows)[5:]
         rows.feed(9)
-        rows.table.crop(14, 0)
+        rows.table.commit(rows.table.cropped(14, 0))
         hot_ids, *references = hot_state(rows)[5:]
         assert [row[:4] for row in hot_ids] == [row[:4] for row in before[0]]
         assert references == list(before[1:])
@@ -319,7 +323,7 @@ class TestWindow:
         for length in range(1, 60):
             rows.feed(1)
             held = {block for block in range(-(-length // SIZE)) if rows.table.block_ids[0, block]}
-            hot = {block for block in held if rows.table.hot.ids[0, block]}
+            hot = {block for block in held if rows.table.hot_ids[0, block]}
             assert held == {token // SIZE for token in range(max(length - 14, 0), length)}
             assert hot == {block for block in held if (block + 1) * SIZE > length - 1 - 4}
         assert rows.allocator.num_referenced == len(held)
@@ -345,7 +349,7 @@ class TestWindow:
 def test_a_reset_table_takes_any_number_of_rows() -> None:
     rows = Rows()
     rows.feed(19, num_rows=2)
-    rows.table.reset()
+    rows.table.commit(rows.table.emptied())
     assert (rows.allocator.num_referenced, rows.hot_allocator.num_referenced) == (0, 0)
     rows.feed(19, num_rows=3)
     assert rows.hot == [[True, False, False, True, True]] * 3
@@ -354,8 +358,8 @@ def test_a_reset_table_takes_any_number_of_rows() -> None:
 def test_a_step_stays_as_it_was() -> None:
     rows = Rows()
     step, _, _ = rows.feed(11)
-    kept = rows.table.snapshot(11)
+    kept, _ = rows.table.snapshot(11)
     rows.feed(20)
-    rows.table.crop(3)
+    rows.table.commit(rows.table.cropped(3))
     assert step.hot.block_table.tolist() == [[0, 1, 2]]
     assert kept.hot.block_table[:, :3].tolist() == [[0, 1, 2]]

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis.stateful import invariant
 
 from hf_paged_cache.blocks import BlockAllocator
-from hf_paged_cache.hot import HotPolicy, HotRows, Moves
+from hf_paged_cache.hot import HotBlocks, HotPolicy, Moves, Pairs
 from hf_paged_cache.tables import BlockTable
 from tests.test_conservation import GONE, NUM_BLOCKS, PROFILE, SIZE, Cache, Conservation
 
@@ -30,25 +30,27 @@ class HotConservation(Conservation):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hot_allocator = BlockAllocator(NUM_HOT + 1)
+        self.hot_allocator = BlockAllocator(NUM_HOT + 1, ledger=self.allocator.ledger)
         self.hot_pool = np.full((NUM_HOT + 1) * SIZE, GONE)
         self.codes = np.full((NUM_BLOCKS + 1) * SIZE, GONE)
 
     def new_table(self, window: int | None) -> BlockTable:
-        hot = HotRows(self.policy, SIZE, self.hot_allocator)
+        hot = HotBlocks(self.policy, SIZE, self.hot_allocator)
         return BlockTable(self.allocator, SIZE, window, hot=hot)
 
     def give_up_old_tokens(self, cache: Cache) -> None:
-        super().give_up_old_tokens(cache)
-        entries, pairs = cache.table.blocks_to_seal()
+        before, pairs = cache.table.before_next_step()
+        self.seal(pairs)
+        cache.table.commit(before)
+        self.mark_codes(cache, [0] * len(cache.rows))
+
+    def seal(self, pairs: Pairs) -> None:
         tables = [live.table for live in self.live]
         for hot_block, block in pairs:
             before = block_of(self.codes, block).copy()
             self.quantize(block, block_of(self.hot_pool, hot_block))
-            if any(((table.block_ids == block) & (table.hot.ids == 0)).any() for table in tables):
+            if any(((table.block_ids == block) & (table.hot_ids == 0)).any() for table in tables):
                 assert (block_of(self.codes, block) == before).all(), "codes changed under a row that reads them"
-        cache.table.drop_hot(entries)
-        self.mark_codes(cache, [0] * len(cache.rows))
 
     def move(self, moves: Moves) -> None:
         super().move(moves)
@@ -111,16 +113,16 @@ class HotConservation(Conservation):
                 writers.setdefault(int(cache.table.block_ids[row, old // SIZE]), []).append((row, old // SIZE))
         for block, entries in writers.items():
             keeps = entries[-1:] if references[block] == len(entries) else []
-            needed += len([entry for entry in entries if entry not in keeps or cache.table.hot.ids[entry] == 0])
+            needed += len([entry for entry in entries if entry not in keeps or cache.table.hot_ids[entry] == 0])
         return needed
 
     def hot_references(self) -> dict[int, int]:
-        ids = [cache.table.hot.ids.reshape(-1) for cache in self.live]
+        ids = [cache.table.hot_ids.reshape(-1) for cache in self.live]
         blocks, counts = np.unique(np.concatenate([np.zeros(1, dtype=np.int32), *ids]), return_counts=True)
         return dict(zip(blocks[1:].tolist(), counts[1:].tolist(), strict=True))
 
     def state(self, cache: Cache) -> tuple:
-        return *super().state(cache), cache.table.hot.ids.reshape(-1).tolist() if cache.table.num_columns else []
+        return *super().state(cache), cache.table.hot_ids.reshape(-1).tolist() if cache.table.num_columns else []
 
     def poison_unheld(self) -> None:
         super().poison_unheld()
@@ -142,7 +144,7 @@ class HotConservation(Conservation):
     def every_hot_block_belongs_to_one_held_block(self) -> None:
         owners: dict[int, int] = {}
         for cache in self.live:
-            ids, hot_ids = cache.table.block_ids, cache.table.hot.ids
+            ids, hot_ids = cache.table.block_ids, cache.table.hot_ids
             assert ids.shape == hot_ids.shape
             for hot_block, block in zip(hot_ids[hot_ids != 0].tolist(), ids[hot_ids != 0].tolist(), strict=True):
                 assert block != 0
@@ -154,17 +156,29 @@ class HotConservation(Conservation):
         for cache in self.live:
             if not cache.rows:
                 continue
-            snapshot = cache.table.snapshot(cache.num_columns)
+            snapshot, pairs = cache.table.snapshot(cache.num_columns)
+            self.seal(pairs)
             assert cache.table.first_kept_column == cache.kept_from
             for row, columns in enumerate(cache.rows):
                 tokens = cache.tokens(row)
                 first = max(cache.kept_from - (len(columns) - len(tokens)), 0)
-                wanted = np.arange(first, len(tokens))[None]
-                slots, hot_slots = snapshot.slots_of(wanted)[row], snapshot.hot.slots_of(wanted)[row]
+                wanted = np.arange(first, len(tokens))
+                slots, hot_slots = (step.slots_of(wanted[None])[row] for step in (snapshot, snapshot.hot))
                 assert (slots >= 0).all()
                 assert self.pool[slots].tolist() == [number % CODE for number in tokens[first:]]
-                read = np.where(hot_slots >= 0, self.hot_pool[np.maximum(hot_slots, 0)], self.codes[slots])
-                assert read.tolist() == tokens[first:]
+                # The row itself, which reads exactly what it can, and a reader, who sees what a next step would.
+                hot_ids = cache.table.hot_ids[row, wanted // SIZE]
+                own_slots = np.where(hot_ids > 0, (hot_ids - 1) * SIZE + wanted % SIZE, -1)
+                assert self.read(slots, own_slots) == tokens[first:]
+                seen = [
+                    CODE + number % CODE if self.is_cold(token // SIZE, len(tokens)) else number
+                    for token, number in enumerate(tokens)
+                ]
+                assert self.read(slots, hot_slots) == seen[first:]
+
+    def read(self, slots: np.ndarray, hot_slots: np.ndarray) -> list[int]:
+        """Hot blocks where there are some, codes elsewhere."""
+        return np.where(hot_slots >= 0, self.hot_pool[np.maximum(hot_slots, 0)], self.codes[slots]).tolist()
 
 
 class HotConservationWithoutExactTokens(HotConservation):

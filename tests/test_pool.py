@@ -14,6 +14,7 @@ from hf_paged_cache.errors import InvalidArgumentError, OutOfBlocks
 from hf_paged_cache.hot import Moves
 from hf_paged_cache.pool import GROWTH, GroupPool, LayerPool
 from hf_paged_cache.tables import BlockTable
+from tests.small_tables import extend
 
 SIZE = 4
 
@@ -35,7 +36,7 @@ def make_pool(num_layers: int = 1, *, limit: int | None = None, **options: objec
 
 
 def table_over(pool: GroupPool, window: int | None = None) -> BlockTable:
-    return BlockTable(pool.allocator, SIZE, window, pool.allocate)
+    return BlockTable(pool.allocator, SIZE, window, pool.take)
 
 
 def exhaust(pool: GroupPool, count: int) -> None:
@@ -52,7 +53,7 @@ class TestLayerPool:
         geometry = Geometry(2, 8, 6, torch.float32, torch.float32, torch.device("cpu"))
         layer = LayerPool(RawCodec(), geometry, SIZE, 5, MemoryBudget())
         pool = make_pool()
-        step, _ = table_over(pool).extend(2, 6)
+        step, _ = extend(table_over(pool), 2, 6)
         key, value = torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 6)
         layer.write(key, value, step)
         for num_blocks in (5, 6, 20):
@@ -64,7 +65,7 @@ class TestLayerPool:
 
     def test_no_graph_is_kept(self):
         pool = make_pool()
-        step, _ = table_over(pool).extend(1, 3)
+        step, _ = extend(table_over(pool), 1, 3)
         key = torch.randn(1, 2, 3, 8, requires_grad=True)
         pool.layers[0].write(key, key * 2, step)
         layer = pool.layers[0]
@@ -208,20 +209,20 @@ class TestLimits:
     def test_num_blocks_is_exact_at_every_length(self, num_tokens, rows):
         needed = rows * -(-num_tokens // SIZE)
         enough = make_pool(max_blocks=needed)
-        table_over(enough).extend(rows, num_tokens)
+        extend(table_over(enough), rows, num_tokens)
         assert enough.allocator.num_blocks == needed + 1
 
         short = make_pool(max_blocks=needed - 1)
         table = table_over(short)
         with pytest.raises(OutOfBlocks) as error:
-            table.extend(rows, num_tokens)
+            extend(table, rows, num_tokens)
         assert error.value.needed == needed
         assert error.value.block_bytes == BLOCK_BYTES
         assert f"needs {needed} more ({needed * BLOCK_BYTES:,} bytes)" in str(error.value)
         assert f"num_blocks={needed - 1} allows no more" in str(error.value)
         assert (table.num_columns, short.allocator.num_blocks, short.num_bytes) == (0, 1, 0)
         if needed > rows:
-            table.extend(rows, num_tokens - SIZE)
+            extend(table, rows, num_tokens - SIZE)
 
     @pytest.mark.parametrize("num_tokens", [1, 4, 5, 12, 13])
     @pytest.mark.parametrize("num_layers", [1, 3])
@@ -234,13 +235,13 @@ class TestLimits:
             pool.layer(0, *states())
             table = table_over(pool)
             if is_enough:
-                table.extend(1, num_tokens)
+                extend(table, 1, num_tokens)
                 for layer_idx in range(1, num_layers):
                     pool.layer(layer_idx, *states())
                 assert pool.num_bytes == pool._budget.allocated == limit
                 continue
             with pytest.raises(OutOfBlocks, match=f"memory={limit:,} bytes allows no more") as error:
-                table.extend(1, num_tokens)
+                extend(table, 1, num_tokens)
             assert (error.value.needed, error.value.block_bytes) == (needed, num_layers * BLOCK_BYTES)
             assert (table.num_columns, pool.allocator.num_blocks, pool.num_bytes) == (0, 1, 0)
 
@@ -338,7 +339,7 @@ class TestSharing:
         pool = GroupPool(always(RawCodec()), SIZE, 1, budget)
         pool.layer(0, *states())
         table = table_over(pool)
-        table.extend(1, 9)
+        extend(table, 1, 9)
         fork = table.fork(2)
         del pool, table
         assert budget.allocated == memory.alive > 0
@@ -363,10 +364,10 @@ class TestSharing:
     def test_a_deleted_fork_frees_its_blocks_for_a_full_pool(self):
         pool = make_pool(max_blocks=4)
         table = table_over(pool)
-        table.extend(1, 6)
+        extend(table, 1, 6)
         fork = table.fork(2)
         with pytest.raises(OutOfBlocks):
-            fork.extend(2, 8)
+            extend(fork, 2, 8)
         del fork
-        table.extend(1, 10)
+        extend(table, 1, 10)
         assert np.unique(table.block_ids[0, :4]).size == 4

@@ -11,6 +11,7 @@ from hf_paged_cache.blocks import BlockAllocator
 from hf_paged_cache.tables import BlockTable
 from tests.kernels import oracle
 from tests.kernels.hostile import POISONS, poisoned_blocks
+from tests.small_tables import extend
 
 
 class Batch:
@@ -37,9 +38,9 @@ class Batch:
         """A forward pass; `attended` draws the attention mask of the new columns, `"..xxx.x"`."""
         num_rows = len(self.rows)
         mask = np.array([[mark == "x" for mark in row] for row in attended or ["x" * num_new] * num_rows])
-        self.table.release_unkept()
+        self.table.commit(self.table.before_next_step()[0])
         is_free = torch.from_numpy(self.allocator.references(np.arange(40)) == 0)
-        self.step, moves = self.table.extend(num_rows, num_new, mask, keep_past=keep_past)
+        self.step, moves = extend(self.table, num_rows, num_new, mask, keep_past=keep_past)
         for plane in self.blocks.planes:
             plane[:, is_free] = self.poison
         if moves.copies:
@@ -55,13 +56,12 @@ class Batch:
             self.seen[b] = self.seen[b] + mask[b, first:].tolist()
 
     def select(self, rows: list[int]) -> None:
-        self.table.select(np.array(rows))
+        self.table.commit(self.table.selected(np.array(rows)))
         self.rows, self.seen = [self.rows[row] for row in rows], [self.seen[row] for row in rows]
 
     def crop(self, num_columns: int) -> None:
         removed = self.table.num_columns - num_columns
-        self.table.crop(num_columns)
-        self.table.restrict_to_window()
+        self.table.commit(self.table.cropped(num_columns))
         kept = [max(row.length - removed, 0) for row in self.rows]
         self.rows = [oracle.Row(row.key[:, :n], row.value[:, :n]) for row, n in zip(self.rows, kept, strict=True)]
         self.seen = [seen[:n] for seen, n in zip(self.seen, kept, strict=True)]
