@@ -42,7 +42,8 @@ def paged_attention_forward(
         attention_mask: a `LazyMask`, or a tensor that broadcasts to `[batch, num_heads, query_length, kv_length]`:
             bool, True where a query sees a key, or a number that is added to the scores. `None`: every query sees
             every key, unless `is_causal` is true.
-        is_causal: said by the caller, not by an attribute of `module`, which eager attention does not read.
+        is_causal: what to do without a mask; where there is one, it decides. An attribute of `module` by that name is
+            not read, as in eager attention.
         s_aux: `[num_heads]`, a logit a head that takes part in the softmax and adds no value (gpt-oss).
         sinks: the same as `[num_heads]`, or one for each query, `[batch, num_heads, query_length, 1]` (Inkling 2).
         position_bias: added to the scores.
@@ -54,7 +55,7 @@ def paged_attention_forward(
         kv_length]` if `output_attentions` asks for them.
 
     Raises:
-        UnsupportedError: an argument is not known, or contradicts another one.
+        UnsupportedError: an argument is not known, or there are two for one thing.
     """
     needs_weights = False
     if kwargs:
@@ -70,7 +71,6 @@ def paged_attention_forward(
         and indices is None
         and block_indices is None
         and dropout == 0
-        and is_causal is not False
         and (sinks is None or sinks.ndim == 1)
     )
     if is_plain_call and isinstance(attention_mask, LazyMask):
@@ -80,7 +80,6 @@ def paged_attention_forward(
             return _attend_blocks(query, key, value, attention_mask, scale, window, softcap, sinks), None
 
     key, value = (states.materialize() if isinstance(states, LazyKV) else states for states in (key, value))
-    _refuse_contradiction(module, query, attention_mask, is_causal)
     if indices is not None:
         attention_mask = _only_at(indices, attention_mask, key.shape[2])
     if block_indices is not None:
@@ -174,16 +173,6 @@ def _attend_blocks(
         key_mask=mask.key_mask(step),
     )
     return out.transpose(1, 2).contiguous()
-
-
-def _refuse_contradiction(
-    module: torch.nn.Module, query: torch.Tensor, mask: torch.Tensor | None, is_causal: bool | None
-) -> None:
-    if is_causal is False and query.shape[2] > 1 and isinstance(mask, LazyMask) and mask.pattern is not None:
-        raise UnsupportedError(
-            f"{type(module).__name__} got is_causal=False and a causal mask. For attention in both directions set "
-            "`model.config.is_causal = False`, which also changes the mask"
-        )
 
 
 def _visible_and_bias(
