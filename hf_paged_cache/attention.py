@@ -1,158 +1,20 @@
-"""The attention implementation `"hf_paged"`: reads a `PagedCache` in its blocks, and anything else like `sdpa`.
+"""The attention function of `"hf_paged"`: reads a `PagedCache` in its blocks, and anything else as a tensor.
 
-Importing this module registers it with transformers, so that `attn_implementation="hf_paged"` is known.
+The result is the one of eager attention. Importing this module registers it with transformers, so that
+`attn_implementation="hf_paged"` is known.
 """
 
-import inspect
-import sys
-from collections.abc import Callable
-from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import torch
-from hf_paged_kernels import StepMetadata, dense_attention
-from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from hf_paged_kernels import dense_attention
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
-from hf_paged_cache.lazy import LazyKV, LazyTensor
-
-ATTENTION_NAME = "hf_paged"
-
-
-class LazyMask(LazyTensor):
-    """A causal mask, bool `[batch, 1, query_length, kv_length]`, that is known by its parts and built only if read.
-
-    Attributes:
-        padding_mask: the 2-D attention mask, bool `[batch, columns]`; `None` for no padding.
-        window: window or chunk size of the pattern; `None` for plain causal.
-        first_query: column of the first query.
-        first_key: column of the first key.
-    """
-
-    padding_mask: torch.Tensor | None
-    window: int | None
-    first_query: int
-    first_key: int
-
-    @classmethod
-    def of(
-        cls,
-        build: Callable[..., torch.Tensor | None],
-        shape: tuple[int, int, int, int],
-        *,
-        device: torch.device,
-        padding_mask: torch.Tensor | None,
-        window: int | None,
-        first_query: int,
-        first_key: int,
-    ) -> "LazyMask":
-        """
-        Args:
-            build: makes the mask; called with `allow_is_causal_skip`, whether it may return `None` where SDPA's
-                `is_causal` does the same.
-        """
-        mask = cls.make(shape, torch.bool, device)
-        mask.padding_mask = padding_mask
-        mask.window = window
-        mask.first_query = first_query
-        mask.first_key = first_key
-        mask._build = build
-        mask._built = {}
-        return mask
-
-    def materialize(self) -> torch.Tensor:
-        return self.for_sdpa(allow_is_causal_skip=False)
-
-    def for_sdpa(self, *, allow_is_causal_skip: bool = True) -> torch.Tensor | None:
-        """The mask as `scaled_dot_product_attention` takes it; `None` where `is_causal` does the same."""
-        if allow_is_causal_skip not in self._built:
-            self._built[allow_is_causal_skip] = self._build(allow_is_causal_skip=allow_is_causal_skip)
-        return self._built[allow_is_causal_skip]
-
-    def key_mask(self, step: StepMetadata) -> torch.Tensor | None:
-        """The tokens of each row that may be seen, bool `[batch, max_seq_len]`; `None` if all may."""
-        if self.padding_mask is None:
-            return None
-        if ("key_mask", step) not in self._built:
-            self._built["key_mask", step] = _key_mask(self.padding_mask[:, : step.num_columns], step)
-        return self._built["key_mask", step]
-
-
-def _key_mask(padding_mask: torch.Tensor, step: StepMetadata) -> torch.Tensor | None:
-    # Worth a wait for the device, once a step: without holes there are no masked tiles, and rows may share reads.
-    attended = padding_mask.cpu().numpy()
-    if np.array_equal(attended, np.arange(step.num_columns)[None] >= step.padding[:, None]):
-        return None
-    columns = np.arange(step.max_seq_len)[None] + step.padding[:, None]
-    columns = torch.from_numpy(np.minimum(columns, step.num_columns - 1).astype(np.int64))
-    return padding_mask.gather(1, columns.to(padding_mask.device, non_blocking=True))
-
-
-def paged_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Callable = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    config: PreTrainedConfig | None = None,
-    **kwargs: Any,
-) -> torch.Tensor | None:
-    """The mask function of `"hf_paged"`; arguments as transformers passes them to any mask function.
-
-    Returns:
-        A `LazyMask` for causal, sliding and chunked patterns with or without padding; for everything else (image
-        blocks, packed sequences, bidirectional attention) what `sdpa` gets. Models that know no attention
-        implementations (Bloom, MPT) run their own code whatever is asked for, and get the mask it expects.
-    """
-    build = partial(
-        sdpa_mask,
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
-        use_vmap=use_vmap,
-        device=device,
-    )
-    if config is not None and not _calls_attention_interface(type(config)):
-        return eager_mask(**build.keywords, dtype=dtype)
-    # transformers allows the skip exactly when nothing was added to the causal pattern.
-    is_standard = allow_is_causal_skip and not allow_is_bidirectional_skip and not use_vmap
-    if not is_standard or not isinstance(q_offset, int):
-        return build(allow_is_causal_skip=allow_is_causal_skip)
-    return LazyMask.of(
-        build,
-        (batch_size, 1, q_length, kv_length),
-        device=torch.device(device),
-        padding_mask=attention_mask,
-        window=local_size,
-        first_query=q_offset,
-        first_key=kv_offset,
-    )
-
-
-@lru_cache
-def _calls_attention_interface(config_class: type[PreTrainedConfig]) -> bool:
-    """Whether the models of a config let an attention implementation be chosen, as far as their source tells."""
-    model_class = MODEL_MAPPING.get(config_class, None)
-    model_class = model_class[0] if isinstance(model_class, tuple | list) else model_class
-    if model_class is None:
-        return True
-    return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(sys.modules[model_class.__module__])
+from hf_paged_cache.attention_arguments import refuse_unknown
+from hf_paged_cache.errors import UnsupportedError
+from hf_paged_cache.lazy import LazyKV
+from hf_paged_cache.masks import ATTENTION_NAME, LazyMask
 
 
 def paged_attention_forward(
@@ -166,7 +28,10 @@ def paged_attention_forward(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The attention function of `"hf_paged"`; arguments as transformers passes them to any attention function.
@@ -174,54 +39,113 @@ def paged_attention_forward(
     Args:
         query: `[batch, num_heads, query_length, key_dim]`
         key, value: `[batch, num_kv_heads, kv_length, dim]`; read in their blocks if they are `LazyKV`.
+        attention_mask: a `LazyMask`, or a tensor that broadcasts to `[batch, num_heads, query_length, kv_length]`:
+            bool, True where a query sees a key, or a number that is added to the scores. `None`: every query sees
+            every key, unless `is_causal` is true.
+        is_causal: what to do without a mask; where there is one, it decides. An attribute of `module` by that name is
+            not read, as in eager attention.
+        s_aux: `[num_heads]`, a logit a head that takes part in the softmax and adds no value (gpt-oss).
+        sinks: the same as `[num_heads]`, or one for each query, `[batch, num_heads, query_length, 1]` (Inkling 2).
+        position_bias: added to the scores.
+        indices: int `[batch, query_length, n]`, the keys that each query sees (DeepSeek V3.2).
+        block_indices: the blocks of keys that each query sees, as `module.indexer` chose them (MiniMax M3).
 
     Returns:
         Output `[batch, query_length, num_heads, value_dim]`, and the weights `[batch, num_heads, query_length,
         kv_length]` if `output_attentions` asks for them.
+
+    Raises:
+        UnsupportedError: an argument is not known, or there are two for one thing.
     """
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    needs_weights = bool(kwargs.get("output_attentions"))
-    is_plain_call = not needs_weights and position_bias is None and dropout == 0 and is_causal is not False
-    if is_plain_call and _reads_blocks(query, key, value, attention_mask):
-        return _attend_blocks(query, key, value, attention_mask, scale, softcap, s_aux), None
+    needs_weights = False
+    if kwargs:
+        needs_weights = bool(kwargs.get("output_attentions"))
+        refuse_unknown(module, kwargs)
+    if sinks is None:
+        sinks = s_aux
+    elif s_aux is not None:
+        raise UnsupportedError(f"{type(module).__name__} passes `s_aux` and `sinks` to its attention: expected one")
+    is_plain_call = (
+        not needs_weights
+        and position_bias is None
+        and indices is None
+        and block_indices is None
+        and dropout == 0
+        and (sinks is None or sinks.ndim == 1)
+    )
+    if is_plain_call and isinstance(attention_mask, LazyMask):
+        window = _window_in_blocks(query, key, value, attention_mask)
+        if window != "not in blocks":
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return _attend_blocks(query, key, value, attention_mask, scale, window, softcap, sinks), None
 
     key, value = (states.materialize() if isinstance(states, LazyKV) else states for states in (key, value))
-    if not needs_weights and softcap is None and s_aux is None:
+    if indices is not None:
+        attention_mask = _only_at(indices, attention_mask, key.shape[2])
+    if block_indices is not None:
+        attention_mask = _only_in_blocks(module, block_indices, attention_mask, query, key, kwargs)
+    if not needs_weights and softcap is None and sinks is None:
         if isinstance(attention_mask, LazyMask):
-            attention_mask = attention_mask.for_sdpa()
-        if position_bias is not None:
-            kwargs["position_bias"] = position_bias
+            attention_mask, is_causal = attention_mask.for_sdpa(), True
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=bool(is_causal),
+            position_bias=position_bias,
         )
-    visible, bias = _visible_and_bias(module, query, key, attention_mask, is_causal)
+    visible, bias = _visible_and_bias(query, key, attention_mask, is_causal)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
+    if sinks is not None and sinks.ndim > 1:
+        key, value, visible, bias = _with_sink_key(sinks, query, key, value, visible, bias)
     out, weights = dense_attention(
-        query, key, value, scale=scale, visible=visible, bias=bias, softcap=softcap, sinks=s_aux, dropout=dropout
+        query,
+        key,
+        value,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        visible=visible,
+        bias=bias,
+        softcap=softcap,
+        sinks=sinks if sinks is not None and sinks.ndim == 1 else None,
+        dropout=dropout,
     )
+    if sinks is not None and sinks.ndim > 1:
+        weights = weights[..., :-1]
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _reads_blocks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None
-) -> bool:
-    """Whether keys and values are those that this forward pass has put in blocks, under a pattern blocks know."""
-    if not (isinstance(key, LazyKV) and isinstance(value, LazyKV) and isinstance(attention_mask, LazyMask)):
-        return False
+def _window_in_blocks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: LazyMask
+) -> int | Literal["not in blocks"] | None:
+    """The window with which this forward pass's keys are read in their blocks; `None` for all of them.
+
+    Not in blocks: they are not those that the pass has put there, or not every key that the mask shows is there.
+    """
+    if not (isinstance(key, LazyKV) and isinstance(value, LazyKV)) or mask.pattern is None:
+        return "not in blocks"
     source = key.source
     step = source.step
     needs_graph = query.requires_grad and torch.is_grad_enabled()  # which would keep blocks that later steps write to
-    return (
-        not needs_graph
-        and value.source is source
-        and source.is_current
-        and not source.is_chunked
-        and step.query_length == query.shape[2]
-        and step.first_column == attention_mask.first_query
-        and source.first_column == attention_mask.first_key
-        and key.shape[2] == attention_mask.shape[3]
-    )
+    if (
+        needs_graph
+        or value.source is not source
+        or not source.is_current
+        or step.query_length != query.shape[2]
+        or step.first_column != mask.first_query
+        or source.first_column != mask.first_key
+        or key.shape[2] != mask.shape[3]
+    ):
+        return "not in blocks"
+    window = mask.pattern.window
+    if source.first_column and (window is None or window > source.window):
+        # Moshi puts a plain causal mask on layers with a window: a query sees every key that the layer still shows.
+        return key.shape[2] if query.shape[2] == 1 else "not in blocks"
+    return window
 
 
 def _attend_blocks(
@@ -230,6 +154,7 @@ def _attend_blocks(
     value: LazyKV,
     mask: LazyMask,
     scale: float,
+    window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -242,7 +167,7 @@ def _attend_blocks(
         step,
         None if reads_new_from_blocks else (key.new, value.new),
         scale=scale,
-        window=mask.window,
+        window=window,
         softcap=softcap,
         sinks=sinks,
         key_mask=mask.key_mask(step),
@@ -251,22 +176,68 @@ def _attend_blocks(
 
 
 def _visible_and_bias(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    is_causal: bool | None,
+    query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None, is_causal: bool | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The mask as bool and as additive part, with the meaning that `sdpa` gives to a missing one."""
+    """The mask as bool and as additive part."""
     if isinstance(attention_mask, LazyMask):
-        return attention_mask.materialize(), None
+        return attention_mask.visible(), None
     if attention_mask is not None:
         return (attention_mask, None) if attention_mask.dtype == torch.bool else (None, attention_mask)
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not is_causal or query.shape[2] == 1:
         return None, None
     return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(), None
 
 
+def _only_at(indices: torch.Tensor, mask: torch.Tensor | None, kv_length: int) -> torch.Tensor:
+    """The mask, narrowed to some keys of each query; negative indices stand for none."""
+    indices = indices.long()
+    selected = torch.zeros(*indices.shape[:2], kv_length + 1, dtype=torch.bool, device=indices.device)
+    selected.scatter_(-1, indices.masked_fill(indices < 0, kv_length), True)
+    selected = selected[:, None, :, :kv_length]
+    if mask is None:
+        return selected
+    if isinstance(mask, LazyMask):
+        mask = mask.visible()
+    if mask.dtype == torch.bool:
+        return mask & selected
+    return mask.masked_fill(~selected, torch.finfo(mask.dtype).min)
+
+
+def _only_in_blocks(
+    module: torch.nn.Module,
+    block_indices: torch.Tensor,
+    mask: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    arguments: dict[str, Any],
+) -> torch.Tensor:
+    """The mask, narrowed to the blocks that `module.indexer` chose, by its own method, which eager attention uses."""
+    build = getattr(getattr(module, "indexer", None), "build_block_mask", None)
+    if build is None:
+        raise UnsupportedError(
+            f"{type(module).__name__} passes `block_indices` to its attention, but its indexer has no "
+            '`build_block_mask` that says what they mean. Use attn_implementation="eager"'
+        )
+    mask = mask.visible() if isinstance(mask, LazyMask) else mask
+    return build(block_indices, mask, key.shape[2], query.dtype, query.device, arguments.get("position_ids"))
+
+
+def _with_sink_key(
+    sinks: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Sinks that differ by query as one more key, of score 0 before the bias and with the value 0."""
+    shape = (*query.shape[:3], key.shape[2])
+    bias = sinks.new_zeros(shape) if bias is None else bias.expand(shape)
+    bias = torch.cat([bias, sinks.to(bias.dtype).expand(*shape[:3], 1)], dim=-1)
+    key, value = (torch.nn.functional.pad(states, (0, 0, 0, 1)) for states in (key, value))
+    if visible is not None:
+        visible = torch.nn.functional.pad(visible, (0, 1), value=True)
+    return key, value, visible, bias
+
+
 AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
-AttentionMaskInterface.register(ATTENTION_NAME, paged_mask)

@@ -106,8 +106,6 @@ def paged_layers(
             options["number_of_states"] = layer.number_of_states
         if issubclass(paged_class, PagedSlidingLayer):
             options["sliding_window"] = layer.sliding_window
-        if paged_class is PagedSlidingLayer:
-            options["is_chunked"] = _is_chunked(config, layer_idx)
         layers.append(paged_class(layer_idx, groups[_window(layer)], **options))
     return layers, list(groups.values())
 
@@ -122,12 +120,3 @@ _PAGED_CLASSES: dict[type, type[PagedLayer]] = {
 
 def _window(layer: Any) -> int | None:
     return getattr(layer, "sliding_window", None)
-
-
-def _is_chunked(config: PreTrainedConfig, layer_idx: int) -> bool:
-    """Whether a windowed layer attends in chunks; transformers' layers do not tell, as they store the same."""
-    text_config = config.get_text_config(decoder=True)
-    layer_types = getattr(text_config, "layer_types", None)
-    if layer_types is not None:
-        return layer_types[layer_idx] == "chunked_attention"
-    return getattr(text_config, "sliding_window", None) is None

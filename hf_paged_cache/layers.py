@@ -23,7 +23,6 @@ class PagedLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
     is_compileable = False
-    is_chunked = False
     record_past = False
 
     def __init__(self, layer_idx: int, group: LayerGroup) -> None:
@@ -91,7 +90,7 @@ class PagedLayer(CacheLayerMixin):
             )
             pool.write(key_states, value_states, step)
         group.finish(self.layer_idx)
-        source = KVSource(pool, step, group.table, group.table.generation, first_column, self.is_chunked)
+        source = KVSource(pool, step, group.table, group.table.generation, first_column, group.table.window)
         keys = LazyKV.of(source, "key", key_states)
         values = LazyKV.of(source, "value", value_states)
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
@@ -153,9 +152,7 @@ class PagedLayer(CacheLayerMixin):
         if pool is None or self.get_seq_length() == 0:
             return None
         first_column = self.get_mask_sizes(0)[1]
-        source = KVSource(
-            pool, self.group.stored(self.layer_idx), table, table.generation, first_column, self.is_chunked
-        )
+        source = KVSource(pool, self.group.stored(self.layer_idx), table, table.generation, first_column, table.window)
         return LazyKV.of(source, part, None)
 
 
@@ -167,15 +164,13 @@ class PagedSlidingLayer(PagedLayer):
     Args:
         layer_idx, group: as in `PagedLayer`.
         sliding_window: size of the window or chunk.
-        is_chunked: attention is within chunks instead of a sliding window.
     """
 
     is_sliding = True
 
-    def __init__(self, layer_idx: int, group: LayerGroup, sliding_window: int, is_chunked: bool = False) -> None:
+    def __init__(self, layer_idx: int, group: LayerGroup, sliding_window: int) -> None:
         super().__init__(layer_idx, group)
         self.sliding_window = sliding_window
-        self.is_chunked = is_chunked
         self.record_past = False
         # What iterating over a cache gives for each layer, and `DynamicCache` can be made from.
         self._sliding_window_tensor = torch.tensor(sliding_window)

@@ -127,7 +127,7 @@ class KVSource(NamedTuple):
         table: the block table that the step was taken from.
         generation: `table.generation` then.
         first_column: first column that the layer shows; later than 0 in windowed layers.
-        is_chunked: whether the layer attends within chunks of its window instead of a sliding one.
+        window: tokens that the layer keeps at least, as `BlockTable` counts them; `None` for all.
     """
 
     pool: LayerPool
@@ -135,7 +135,7 @@ class KVSource(NamedTuple):
     table: BlockTable
     generation: int
     first_column: int
-    is_chunked: bool
+    window: int | None
 
     @property
     def is_current(self) -> bool:

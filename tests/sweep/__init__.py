@@ -1,0 +1,1 @@
+"""The sweep over every model class of the installed transformers: eager attention against `"hf_paged"`."""
