@@ -1,0 +1,7 @@
+"""`python -m eval.kernels`"""
+
+import sys
+
+from eval.kernels.command import main
+
+sys.exit(main())

@@ -1,0 +1,7 @@
+"""`python -m eval.speed`"""
+
+import sys
+
+from eval.speed.command import main
+
+sys.exit(main())
