@@ -1,4 +1,4 @@
-"""Command line arguments that the scripts here share: their kinds, and the options that several have."""
+"""Command line arguments: their kinds, and the options that several commands share."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def new_file(text: str) -> Path:
     return Path(text)
 
 
-def parser_of(prog: str, description: str | None, **options: Any) -> argparse.ArgumentParser:
-    """A parser whose help keeps the lines of a script's docstring."""
+def parser_of(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser whose help keeps the lines of a command's docstring."""
     formatter = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=prog, description=description, formatter_class=formatter, **options)
+    return argparse.ArgumentParser(prog=prog, description=description, formatter_class=formatter)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""The caches that the scripts here compare, and the state a model is put in while one of them is measured."""
+"""The caches that are compared, and the state a model is put in while one of them is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m eval.harness`"""
+"""`eval.harness`"""
 
 import sys
 

@@ -10,14 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lm_eval.models.huggingface import HFLM
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.common.variants import cache_argument
-from eval.harness.installed import import_installed
 from eval.quality.caches import CacheKind, quantized_tokens
 from hf_paged_cache.prefill import CACHE_ARGUMENT
-
-HFLM = import_installed("lm_eval.models.huggingface").HFLM
 
 
 class NothingQuantizedError(RuntimeError):

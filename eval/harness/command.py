@@ -1,6 +1,6 @@
 """Runs tasks of lm-evaluation-harness on a model whose keys and values are in a cache of choice.
 
-    python eval/lm_eval.py --model FOLDER_OR_HUB_ID --tasks wikitext,lambada_openai --kv raw,int4
+    python -m eval.harness --model FOLDER_OR_HUB_ID --tasks wikitext,lambada_openai --kv raw,int4
 
 The harness by itself computes log-likelihoods in one forward pass, in which no cache is read: they come out the same
 whatever the cache does. Here contexts are read in chunks through a new cache, and generation gets a new cache for each
@@ -29,7 +29,6 @@ from eval.common.arguments import (
 )
 from eval.common.machine import describe
 from eval.common.report import Column, Row, machine_line, text_table
-from eval.harness.installed import import_installed
 from eval.quality.caches import CACHES, CacheKind, missing_requirement
 from eval.quality.reader import kept_attention
 
@@ -53,7 +52,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("lm_eval.py", __doc__)
+    parser = parser_of("python -m eval.harness", __doc__)
     add_model(parser)
     parser.add_argument("--tasks", required=True, type=lambda text: text.split(","), help="names, comma-separated")
     parser.add_argument(
@@ -106,7 +105,9 @@ def task_manager(include_path: str | None, metadata: Mapping[str, Any]) -> Any:
     Raises:
         ModuleNotFoundError: the harness is not installed.
     """
-    return import_installed("lm_eval.tasks").TaskManager(include_path=include_path, metadata=dict(metadata))
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=include_path, metadata=dict(metadata))
 
 
 def evaluate(
@@ -129,11 +130,12 @@ def evaluate(
     Raises:
         NothingQuantizedError: the cache is to quantize, but nothing quantized was read.
     """
+    from lm_eval import simple_evaluate
+
     from eval.harness.cached_lm import CachedLM
 
     with kept_attention(model):
         lm = CachedLM(model, tokenizer, kind, chunk=chunk, batch_size=batch_size, max_length=max_length)
-        simple_evaluate = import_installed("lm_eval").simple_evaluate
         outcome = simple_evaluate(lm, tasks=[*tasks], task_manager=manager, log_samples=False, **options)
     lm.check()
     return _rows(outcome["results"], kind)

@@ -1,4 +1,4 @@
-"""`python -m eval.kernels`"""
+"""`eval.kernels`"""
 
 import sys
 

@@ -1,7 +1,7 @@
 """Measures attention on blocks alone, without a model, beside what others offer.
 
-    python eval/speed.py --kernels --quick                       a first look
-    python eval/speed.py --kernels --json kernels.json --markdown kernels.md
+    python -m eval.kernels --quick                       a first look
+    python -m eval.kernels --json kernels.json --markdown kernels.md
 
 Measured are our backends that run here, on blocks in random order; scaled_dot_product_attention on contiguous keys and
 values; flex_attention on the same blocks; and flash-attn and FlashInfer where they are installed. Every result is
@@ -81,7 +81,7 @@ def whole_blocks(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("speed.py --kernels", __doc__)
+    parser = parser_of("python -m eval.kernels", __doc__)
     default = partial(default_of, FULL)
     parser.add_argument("--heads", type=heads, help=f"num_heads:num_kv_heads:head_dim; {default('heads')}")
     parser.add_argument("--contexts", type=positives, help=f"tokens of a row; {default('contexts')}")

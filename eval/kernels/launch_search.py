@@ -1,4 +1,4 @@
-"""The search of `tune.py`: which tile, warps, stages and rows are fastest for one row of the launch table."""
+"""The search of `eval.kernels.tune`: which tile, warps, stages and rows are fastest for one row of the launch table."""
 
 from __future__ import annotations
 

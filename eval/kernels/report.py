@@ -1,6 +1,6 @@
 """Compiles every kernel for every row of the launch table and prints what came out, without a GPU.
 
-python eval/kernel_report.py > docs/kernels_compiled.md
+python -m eval.kernels.report > docs/kernels_compiled.md
 """
 
 import argparse
@@ -43,8 +43,8 @@ by large groups: there it is another loop that has the most matrix work, or thre
 ask for too. "in flight": asynchronous copies that are under way while a tile is worked on (NVIDIA only). Registers and
 spills are a thread's (spills in bytes on NVIDIA, in vector registers on AMD).
 
-Printed by `python eval/kernel_report.py`; tests check that nothing in it spills, that shared memory fits, that keys and
-values come in loads of 16 bytes (8-bit codes partly of 8), that with three stages loads are in flight, and that the
+Printed by `python -m eval.kernels.report`; tests check that nothing in it spills, that shared memory fits, that keys
+and values come in loads of 16 bytes (8-bit codes partly of 8), that with three stages loads are in flight, and that the
 loop, mask aside, loads at most 1.15 times what is stored, of codes 1.2 times with their scales. They check what the
 table shows; other heads, widths between those of the table and other cards may differ.
 """

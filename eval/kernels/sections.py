@@ -1,4 +1,4 @@
-"""What `speed.py --kernels` measures: attention alone, rows that share a prompt, and what Python takes for a call."""
+"""What `eval.kernels` measures: attention alone, rows that share a prompt, and what Python takes for a call."""
 
 from __future__ import annotations
 

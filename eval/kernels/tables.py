@@ -1,4 +1,4 @@
-"""Results of `speed.py --kernels` as text and Markdown."""
+"""Results of `eval.kernels` as text and Markdown."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Searches the launch table of the Triton kernels on the card at hand and prints rows for it.
 
-    python eval/tune.py --dims 128 --bits 16       one width, some minutes
-    python eval/tune.py > launches.txt             all of the table
+    python -m eval.kernels.tune --dims 128 --bits 16       one width, some minutes
+    python -m eval.kernels.tune > launches.txt             all of the table
 
 For every phase, width and number of bits, each tile, number of warps and number of stages is timed on one shape, with
 the rows of today's launch. The fastest are then timed with every number of rows, on all shapes. Printed is the one with
@@ -26,7 +26,7 @@ PHASES, DIMS, BITS = ("decode", "extend"), (64, 128, 256, 512), ("16", "32")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("tune.py", __doc__)
+    parser = parser_of("python -m eval.kernels.tune", __doc__)
     add_chosen(parser, "--phases", PHASES)
     parser.add_argument(
         "--dims",
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         choose(device, "triton")
     except ValueError as error:
-        print(f"tune.py needs a card to time kernels on: {error}", file=sys.stderr)
+        print(f"there is no card to time kernels on: {error}", file=sys.stderr)
         return 1
     # Triton need not be installed before this.
     from eval.kernels import launch_search as tune_search

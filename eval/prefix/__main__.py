@@ -1,4 +1,4 @@
-"""`python -m eval.prefix`"""
+"""`eval.prefix`"""
 
 import sys
 

@@ -1,7 +1,7 @@
 """Measures what a `BlockStore` saves: prompts whose beginning is known, on a model of yours.
 
-    python eval/speed.py --prefix --quick                       a first look with a small model
-    python eval/speed.py --prefix --model FOLDER_OR_HUB_ID --json prefix.json --markdown prefix.md
+    python -m eval.prefix --quick                       a first look with a small model
+    python -m eval.prefix --model FOLDER_OR_HUB_ID --json prefix.json --markdown prefix.md
 
 Measured are the time to the first token of a prompt of which most is known, and of the second turn of a chat; questions
 on one document, beside a copy.deepcopy of the document's cache for each; how many tokens transformers' continuous
@@ -78,7 +78,7 @@ HELP = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("speed.py --prefix", __doc__)
+    parser = parser_of("python -m eval.prefix", __doc__)
     add_model(parser)
     for name, text in HELP.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=positive, help=f"{text}; {default_of(FULL, name)}")

@@ -1,4 +1,4 @@
-"""What `speed.py --prefix` measures with a model: the time to the first token of prompts whose beginning is known, and
+"""What `eval.prefix` measures with a model: the time to the first token of prompts whose beginning is known, and
 many questions on one document."""
 
 from __future__ import annotations

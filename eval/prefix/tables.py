@@ -1,4 +1,4 @@
-"""Results of `speed.py --prefix` as text and Markdown."""
+"""Results of `eval.prefix` as text and Markdown."""
 
 from __future__ import annotations
 

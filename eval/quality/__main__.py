@@ -1,4 +1,4 @@
-"""`python -m eval.quality`"""
+"""`eval.quality`"""
 
 import sys
 

@@ -1,7 +1,7 @@
 """Compares what KV caches make of a model's predictions.
 
-    python eval/quality.py --quick                     a first look with a small model, some minutes
-    python eval/quality.py --model FOLDER_OR_HUB_ID --text FILE --markdown quality.md --plot quality.png
+    python -m eval.quality --quick                     a first look with a small model, some minutes
+    python -m eval.quality --model FOLDER_OR_HUB_ID --text FILE --markdown quality.md --plot quality.png
 
 Measured are PagedCache with every codec, transformers' QuantizedCache with every backend that is installed, and what
 both are compared with, DynamicCache. In one forward pass over a text no cache is read, so it shows no loss. Here a
@@ -102,7 +102,7 @@ def shares(text: str) -> list[float]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("quality.py", __doc__)
+    parser = parser_of("python -m eval.quality", __doc__)
     default = partial(default_of, FULL)
     add_model(parser)
     source = parser.add_mutually_exclusive_group()

@@ -1,4 +1,4 @@
-"""Plot of `quality.py`: divergence against size for each context, and a map of the pass keys for each cache."""
+"""Plot of `eval.quality`: divergence against size for each context, and a map of the pass keys for each cache."""
 
 from __future__ import annotations
 

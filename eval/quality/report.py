@@ -1,6 +1,6 @@
-"""Results of `quality.py` as text and Markdown.
+"""Results of `eval.quality` as text and Markdown.
 
-python eval/quality_report.py smollm2.json gemma.json --notes notes.md > docs/quality.md
+python -m eval.quality.report smollm2.json gemma.json --notes notes.md > docs/quality.md
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def markdown(results: Sequence[Mapping[str, Any]], notes: str = "") -> str:
 def main() -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="+", type=Path, help="what quality.py --json wrote, for one model each")
+    parser.add_argument("results", nargs="+", type=Path, help="what eval.quality --json wrote, for one model each")
     parser.add_argument("--notes", type=Path, metavar="FILE", help="Markdown to put before the tables")
     arguments = parser.parse_args()
     notes = "" if arguments.notes is None else arguments.notes.read_text(encoding="utf-8")

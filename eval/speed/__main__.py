@@ -1,4 +1,4 @@
-"""`python -m eval.speed`"""
+"""`eval.speed`"""
 
 import sys
 

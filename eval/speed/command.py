@@ -1,18 +1,16 @@
 """Compares the speed and memory of KV caches in `generate` on a model of yours.
 
-    python eval/speed.py --quick                       a first look with a small model, some minutes
-    python eval/speed.py --model FOLDER_OR_HUB_ID --markdown speed.md --plot speed.png
-    python eval/speed.py --kernels --quick             attention alone, without a model (see --kernels --help)
-    python eval/speed.py --prefix --quick              prompts whose beginning is known (see --prefix --help)
+    python -m eval.speed --quick                       a first look with a small model, some minutes
+    python -m eval.speed --model FOLDER_OR_HUB_ID --markdown speed.md --plot speed.png
 
 Measured are transformers' DynamicCache, its QuantizedCache (if optimum-quanto is installed), and PagedCache: under its
 own attention, raw (`paged`) and quantized (`int8`, `int4`), and under sdpa, which gathers (`paged+gather`). All take
 turns in one process on the same model and prompts, and DynamicCache's tokens are what the others' are compared with.
 
-Steps are timed inside `generate`, from one call of a logits processor to the next (see `timing.py`): this is what a
-user waits for, it is the same code for every cache, and it serves greedy and beam search alike. Prefill is the time
-from the start of the call to the logits of the first new token. End-of-sequence tokens are ignored, so all calls are
-equally long.
+Steps are timed inside `generate`, from one call of a logits processor to the next (see `eval.common.timing`): this is
+what a user waits for, it is the same code for every cache, and it serves greedy and beam search alike. Prefill is the
+time from the start of the call to the logits of the first new token. End-of-sequence tokens are ignored, so all calls
+are equally long.
 """
 
 from __future__ import annotations
@@ -46,8 +44,6 @@ from eval.common.arguments import (
 from eval.common.machine import describe
 from eval.common.report import rows_of, write_files
 from eval.common.variants import BASELINE, VARIANTS, Variant, missing_requirement
-from eval.kernels import command as kernel_speed
-from eval.prefix import command as prefix_speed
 from eval.speed.bookkeeping import measure_bookkeeping
 from eval.speed.plot import plot
 from eval.speed.sections import Bench, Case, beam_cases, decode_cases, padding_cases
@@ -70,15 +66,8 @@ QUICK = {
 BOOKKEEPING_STEPS = 1024
 
 
-def _mode_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--kernels", action="store_true", help="measure attention alone; its options: --kernels --help")
-    parser.add_argument("--prefix", action="store_true", help="measure reuse of prefixes; its options: --prefix --help")
-    return parser
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("speed.py", __doc__, parents=[_mode_parser()])
+    parser = parser_of("python -m eval.speed", __doc__)
     default = partial(default_of, FULL)
     add_model(parser)
     parser.add_argument("--contexts", type=positives, help=f"prompt lengths; {default('contexts')}")
@@ -151,11 +140,6 @@ def _measure(bench: Bench, cases: Sequence[Case], variants: Sequence[Variant], s
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    mode, others = _mode_parser().parse_known_args(argv)
-    if mode.kernels:
-        return kernel_speed.main(others)
-    if mode.prefix:
-        return prefix_speed.main(others)
     parser = _parser()
     arguments = _parse(parser, argv)
     set_threads(arguments)

@@ -1,4 +1,4 @@
-"""Plot of `speed.py`: time of a greedy step, bytes and time of beam search by context length, one line a cache."""
+"""Plot of `eval.speed`: time of a greedy step, bytes and time of beam search by context length, one line a cache."""
 
 from __future__ import annotations
 

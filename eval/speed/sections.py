@@ -1,4 +1,4 @@
-"""What `speed.py` measures with a model: greedy decoding, beam search and left padding."""
+"""What `eval.speed` measures with a model: greedy decoding, beam search and left padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of `speed.py` as text and Markdown."""
+"""Results of `eval.speed` as text and Markdown."""
 
 from __future__ import annotations
 

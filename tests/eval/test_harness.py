@@ -1,4 +1,4 @@
-"""`eval/lm_eval.py` on a tiny random model and tasks made here."""
+"""`eval.harness` on a tiny random model and tasks made here."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
-from eval.harness.installed import import_installed
 from eval.quality.caches import CACHES, CacheKind, missing_requirement, quantized_tokens
 from tests.word_models import letter_tokenizer, word_llama
 
@@ -25,9 +23,11 @@ try:
 except importlib.metadata.PackageNotFoundError:
     pytest.skip("lm_eval is not installed", allow_module_level=True)
 
-from eval.harness import cached_lm
+from lm_eval import evaluate
+from lm_eval.tasks import TaskManager
 
-SCRIPT = Path(cached_lm.__file__).with_name("command.py")
+from eval.harness import cached_lm, command
+
 STORY = " ".join(f"On day {day} the cat saw {day * day} mice." for day in range(12))
 DOCUMENTS = [{"text": STORY[start:], "choices": [" one", " two"], "answer": 1} for start in (0, 40)]
 TASKS = {
@@ -49,15 +49,6 @@ TASKS = {
         "metric_list": [{"metric": "exact_match"}],
     },
 }
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    """`eval/lm_eval.py` under another name: the tests' path has its folder in front of the package."""
-    spec = importlib.util.spec_from_file_location("lm_eval_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +87,7 @@ def manager(tmp_path_factory: pytest.TempPathFactory) -> object:
         }
         # JSON is YAML.
         (folder / f"{name}.yaml").write_text(json.dumps(common | task))
-    return import_installed("lm_eval.tasks").TaskManager(include_path=str(folder), include_defaults=False)
+    return TaskManager(include_path=str(folder), include_defaults=False)
 
 
 @pytest.fixture
@@ -104,7 +95,6 @@ def run(model: PreTrainedModel, manager: object) -> Callable[..., tuple[dict, li
     """`run(lm, "choose")`: the task's figures, and for each document what the model answered."""
 
     def run_task(lm: object, task: str) -> tuple[dict, list]:
-        evaluate = import_installed("lm_eval").evaluate
         outcome = evaluate(lm=lm, task_dict=manager.load([task]), bootstrap_iters=0)
         return outcome["results"][task], [sample["resps"] for sample in outcome["samples"][task]]
 
@@ -207,11 +197,11 @@ def test_quantized_tokens_of_transformers_caches(model):
         assert quantized_tokens(cache) == expected
 
 
-def test_command(script, model_folder, manager, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(script, "task_manager", lambda include_path, metadata: manager)
+def test_command(model_folder, manager, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command, "task_manager", lambda include_path, metadata: manager)
     file = tmp_path / "results.json"
     arguments = f"--model {model_folder} --tasks choose,predict --kv raw,int8 --limit 1 --json {file}"
-    assert script.main(arguments.split()) == 0
+    assert command.main(arguments.split()) == 0
     results = json.loads(file.read_text())
     assert {(row["task"], row["metric"], row["cache"]) for row in results["rows"]} == {
         (task, metric, cache)
@@ -223,10 +213,10 @@ def test_command(script, model_folder, manager, monkeypatch, tmp_path, capsys):
     assert "bits_per_byte" in output
 
 
-def test_command_fails_if_nothing_quantized_was_read(script, model_folder, manager, monkeypatch, capsys):
-    monkeypatch.setattr(script, "task_manager", lambda include_path, metadata: manager)
+def test_command_fails_if_nothing_quantized_was_read(model_folder, manager, monkeypatch, capsys):
+    monkeypatch.setattr(command, "task_manager", lambda include_path, metadata: manager)
     arguments = f"--model {model_folder} --tasks predict --kv raw,int8 --chunk 1000"
-    assert script.main(arguments.split()) == 1
+    assert command.main(arguments.split()) == 1
     output = capsys.readouterr().out
     assert "PagedCache, raw" in output
     assert "PagedCache, int8: none of 2 forward passes read a quantized token" in output
@@ -241,33 +231,23 @@ def test_command_fails_if_nothing_quantized_was_read(script, model_folder, manag
         ("--kv int8", "the following arguments are required: --tasks"),
     ],
 )
-def test_bad_arguments(script, model_folder, manager, monkeypatch, capsys, arguments, message):
-    monkeypatch.setattr(script, "task_manager", lambda include_path, metadata: manager)
+def test_bad_arguments(model_folder, manager, monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr(command, "task_manager", lambda include_path, metadata: manager)
     with pytest.raises(SystemExit) as stop:
-        script.main(["--model", str(model_folder), *arguments.split()])
+        command.main(["--model", str(model_folder), *arguments.split()])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_the_harness_is_told_to_be_missing(script, monkeypatch, capsys):
-    def missing(*_):
-        raise ModuleNotFoundError("No module named 'lm_eval'")
-
-    monkeypatch.setattr(script, "import_installed", missing)
+def test_the_harness_is_told_to_be_missing(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     with pytest.raises(SystemExit):
-        script.main(["--tasks", "predict"])
-    assert "No module named 'lm_eval': pip install \"hf-paged-cache[lm-eval]\"" in capsys.readouterr().err
-
-
-def test_a_script_does_not_hide_the_package_of_its_name(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
-        monkeypatch.delitem(sys.modules, name)
-    assert Path(import_installed("lm_eval").__file__).name == "__init__.py"
+        command.main(["--tasks", "predict"])
+    assert ': pip install "hf-paged-cache[lm-eval]"' in capsys.readouterr().err
 
 
 def test_runs_as_a_script(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["lm_eval.py", "--help"])
+    monkeypatch.setattr(sys, "argv", ["eval.harness", "--help"])
     with pytest.raises(SystemExit) as stop:
         runpy.run_module("eval.harness", run_name="__main__")
     assert stop.value.code == 0

@@ -1,4 +1,4 @@
-"""`eval/speed.py --kernels` and `eval/tune.py`, on tiny shapes; the Triton kernels are interpreted without a GPU."""
+"""`eval.kernels` and `eval.kernels.tune`, on tiny shapes; the Triton kernels are interpreted without a GPU."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from functools import partial
 import pytest
 import torch
 
+from eval.kernels import command, tune
 from eval.kernels import peers as kernel_peers
 from eval.kernels import sections as kernel_sections
 from eval.kernels import tables as kernel_tables
 from eval.kernels import timing as kernel_timing
-from eval.kernels import tune
 from eval.kernels.peers import Contender
 from eval.kernels.problems import Heads, Problem, Shape, WrongResult
-from eval.speed import command as speed
 from tests.kernels import oracle
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -60,7 +59,7 @@ def sdpa_and(name: str, prepare) -> tuple[Contender, ...]:
 def test_figures_of_a_run(tmp_path, capsys):
     files = {name: tmp_path / f"kernels.{name}" for name in ("json", "md")}
     options = TINY | {"sections": "attention,launch", "json": files["json"], "markdown": files["md"]}
-    status = speed.main(["--kernels", *(f"--{name}={value}" for name, value in options.items())])
+    status = command.main([*(f"--{name}={value}" for name, value in options.items())])
     text, markdown = capsys.readouterr().out, files["md"].read_text()
     results = json.loads(files["json"].read_text())
     attention = [row for row in results["rows"] if row["section"] == "attention"]
@@ -289,7 +288,7 @@ def test_rows_share_the_blocks_of_a_prompt():
 )
 def test_bad_arguments(capsys, arguments, message):
     with pytest.raises(SystemExit) as stop:
-        speed.main(["--kernels", *arguments.split()])
+        command.main([*arguments.split()])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -374,4 +373,4 @@ def test_bad_arguments_of_tuning(tune_search, capsys, arguments, message):
 def test_tuning_needs_a_card(monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert tune.main([]) == 1
-    assert capsys.readouterr().err.startswith("tune.py needs a card to time kernels on: ")
+    assert capsys.readouterr().err.startswith("there is no card to time kernels on: ")

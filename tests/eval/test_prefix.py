@@ -1,4 +1,4 @@
-"""`eval/speed.py --prefix` and the modules beside it, on a tiny random model."""
+"""`eval.prefix` and the modules beside it, on a tiny random model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eval.common import variants
+from eval.prefix import command
 from eval.prefix import index as prefix_index
 from eval.prefix import sections as prefix_sections
 from eval.prefix import tables as prefix_tables
-from eval.speed import command as speed
 from tests.word_models import letter_tokenizer, word_llama
 
 POSITIONS = 512
@@ -68,7 +68,7 @@ def test_all_sections_in_text_json_and_markdown(
 ) -> None:
     files = {name: tmp_path / f"prefix.{name}" for name in ("json", "md")}
     options = SIZES | {"model": model_folder, "memory": "8MiB", "json": files["json"], "markdown": files["md"]}
-    assert speed.main(["--prefix", *(f"--{name}={value}" for name, value in options.items())]) == 0
+    assert command.main([*(f"--{name}={value}" for name, value in options.items())]) == 0
     text = capsys.readouterr().out
     results = json.loads(files["json"].read_text())
     markdown = files["md"].read_text()
@@ -215,13 +215,13 @@ def test_goals_are_judged_with_the_default_sizes_only() -> None:
 )
 def test_bad_arguments(model_folder: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
     with pytest.raises(SystemExit) as stop:
-        speed.main(["--prefix", "--quick", "--model", str(model_folder), *arguments.split()])
+        command.main(["--quick", "--model", str(model_folder), *arguments.split()])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_help_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        speed.main(["--prefix", "--help"])
+        command.main(["--help"])
     assert stop.value.code == 0
     assert "--document-repeats" in capsys.readouterr().out

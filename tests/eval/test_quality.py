@@ -1,4 +1,4 @@
-"""`eval/quality.py` and the modules beside it, on a tiny random model."""
+"""`eval.quality` and the modules beside it, on a tiny random model."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def test_one_report_of_several_models(model_folder, tmp_path, monkeypatch, capsy
     quality.main(f"--quick --model {model_folder} --caches raw --sections recall --pairs 2 --json {file}".split())
     notes.write_text("Use int8.\n")
     capsys.readouterr()
-    monkeypatch.setattr(sys, "argv", ["quality_report.py", str(file), str(file), "--notes", str(notes)])
+    monkeypatch.setattr(sys, "argv", ["eval.quality.report", str(file), str(file), "--notes", str(notes)])
     quality_report.main()
     output = capsys.readouterr().out
     assert output.startswith("# Quality of KV caches\n\nUse int8.\n\n## tiny-llama\n")
@@ -358,7 +358,7 @@ def test_bad_arguments(model_folder, capsys, arguments, message):
 
 
 def test_runs_as_a_script(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["quality.py", "--help"])
+    monkeypatch.setattr(sys, "argv", ["eval.quality", "--help"])
     with pytest.raises(SystemExit) as stop:
         runpy.run_module("eval.quality", run_name="__main__")
     assert stop.value.code == 0

@@ -1,4 +1,4 @@
-"""Texts, prompts, comparisons and files of `eval/quality.py`: what needs no model."""
+"""Texts, prompts, comparisons and files of `eval.quality`: what needs no model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`eval/speed.py` and the modules beside it, on a tiny random model."""
+"""`eval.speed` and the modules beside it, on a tiny random model."""
 
 import json
 import runpy
@@ -329,7 +329,7 @@ def test_bad_arguments(model_folder, capsys, arguments, message):
 
 
 def test_runs_as_a_script(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["speed.py", "--help"])
+    monkeypatch.setattr(sys, "argv", ["eval.speed", "--help"])
     with pytest.raises(SystemExit) as stop:
         runpy.run_module("eval.speed", run_name="__main__")
     assert stop.value.code == 0
