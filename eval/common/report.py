@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tabulate import tabulate
+
 Row = Mapping[str, Any]
 Column = tuple[str, Callable[[Row], str]]
 
@@ -50,31 +52,24 @@ def rows_of(rows: Sequence[Row], section: str) -> list[Row]:
     return [row for row in rows if row["section"] == section]
 
 
-def _cells(columns: Sequence[Column], rows: Sequence[Row]) -> list[list[str]]:
-    return [[header for header, _ in columns], *([cell(row) for _, cell in columns] for row in rows)]
-
-
 def text_table(columns: Sequence[Column], rows: Sequence[Row], left: str) -> str:
     """An aligned table; the column `left` holds words, the others numbers."""
-    cells = _cells(columns, rows)
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    label = cells[0].index(left)
-    lines = [
-        "  ".join(
-            cell.ljust(width) if index == label else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+    return _table(columns, rows, left, "simple")
 
 
 def markdown_table(columns: Sequence[Column], rows: Sequence[Row], left: str) -> str:
     """The same in Markdown."""
-    header, *body = _cells(columns, rows)
-    rule = [":--" if name == left else "--:" for name in header]
-    return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *body))
+    return _table(columns, rows, left, "pipe")
+
+
+def _table(columns: Sequence[Column], rows: Sequence[Row], left: str, table_format: str) -> str:
+    return tabulate(
+        [[cell(row) for _, cell in columns] for row in rows],
+        [header for header, _ in columns],
+        table_format,
+        colalign=["left" if header == left else "right" for header, _ in columns],
+        disable_numparse=True,
+    )
 
 
 def bullets(lines: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ import triton
 from hf_paged_kernels import Blocks, GroupedBlocks, HotColdBlocks, KVBlocks, StepMetadata
 from hf_paged_kernels.triton_kernels import attention, block_mass, copy_blocks, write_kv
 from hf_paged_kernels.triton_kernels.launch import LAUNCHES, Launch, archs, rows_of_program, select
+from tabulate import tabulate
 
 from eval.kernels.compiled import SHARED_LIMIT, TARGETS, Compiled, compiling_for
 from hf_paged_cache.codecs import Geometry, make_codec
@@ -240,30 +241,30 @@ def report(target: str, *, is_quick: bool) -> Iterator[Row]:
 
 
 def markdown(rows: list[Row]) -> str:
-    lines = [
-        "| GPU | case | kernel | tile | warps | stages | registers | spilled | shared KiB | loads by bits | MMA "
-        "| in flight | bytes a token |",
-        "| --- | --- | --- | --: | --: | --: | --: | --: | --: | --- | --: | --: | --: |",
-    ]
+    """The rows as a table."""
+    cells = []
     for row in rows:
         compiled, launch = row.compiled, row.launch
-        shape = (launch.tile, launch.num_warps, launch.num_stages) if launch else ("", "", "")
-        loads = ", ".join(f"{count} x {width}" for width, count in sorted(compiled.loads.items()))
-        cells = (
-            compiled.target,
-            row.case,
-            compiled.kernel.removesuffix("_kernel"),
-            *shape,
-            compiled.registers,
-            compiled.spilled,
-            f"{compiled.shared / 1024:.1f}",
-            loads,
-            compiled.mma,
-            compiled.in_flight if launch and compiled.in_flight is not None else "",
-            "" if row.bytes_ratio is None else f"{row.bytes_ratio:.2f}x",
+        cells.append(
+            {
+                "GPU": compiled.target,
+                "case": row.case,
+                "kernel": compiled.kernel.removesuffix("_kernel"),
+                "tile": launch and launch.tile,
+                "warps": launch and launch.num_warps,
+                "stages": launch and launch.num_stages,
+                "registers": compiled.registers,
+                "spilled": compiled.spilled,
+                "shared KiB": f"{compiled.shared / 1024:.1f}",
+                "loads by bits": ", ".join(f"{count} x {width}" for width, count in sorted(compiled.loads.items())),
+                "MMA": compiled.mma,
+                "in flight": launch and compiled.in_flight,
+                "bytes a token": row.bytes_ratio and f"{row.bytes_ratio:.2f}x",
+            }
         )
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+    words = {"GPU", "case", "kernel", "loads by bits"}
+    alignment = ["left" if name in words else "right" for name in cells[0]]
+    return tabulate(cells, "keys", "pipe", colalign=alignment, disable_numparse=True)
 
 
 def main() -> None:

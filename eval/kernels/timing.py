@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import torch
 
 from eval.common.timing import now
@@ -38,15 +39,13 @@ def rotated_bytes(device: torch.device) -> int:
     return ROTATED_CACHES * last_level_cache(device)
 
 
-def available_memory(device: torch.device) -> int | None:
-    """Bytes that may still be allocated, or `None` if the system does not tell."""
+def available_memory(device: torch.device) -> int:
+    """Bytes that may still be allocated."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
-    meminfo = Path("/proc/meminfo")
-    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
-    return next((int(line.split()[1]) * 2**10 for line in lines if line.startswith("MemAvailable")), None)
+    return psutil.virtual_memory().available
 
 
 def round_of(device: torch.device, calls: Sequence[Call]) -> Callable[[], float]:

@@ -12,11 +12,7 @@ from functools import partial
 import pytest
 import torch
 
-from eval.kernels import command, tune
-from eval.kernels import peers as kernel_peers
-from eval.kernels import sections as kernel_sections
-from eval.kernels import tables as kernel_tables
-from eval.kernels import timing as kernel_timing
+from eval.kernels import command, peers, sections, tables, timing, tune
 from eval.kernels.peers import Contender
 from eval.kernels.problems import Heads, Problem, Shape, WrongResult
 from tests.kernels import oracle
@@ -29,10 +25,10 @@ TINY = {"heads": "2:1:16", "contexts": "48,70", "batches": "1,2", "dtypes": "flo
 @pytest.fixture(autouse=True)
 def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """One layer is as much as a cache holds, and little is copied."""
-    monkeypatch.setattr(kernel_timing, "last_level_cache", lambda device: 1)
-    monkeypatch.setattr(kernel_timing, "COPIED_BYTES", {"cpu": 2**20, "cuda": 2**20})
-    monkeypatch.setattr(kernel_sections, "LAUNCHED_CALLS", 2)
-    monkeypatch.setattr(kernel_sections, "UNSHARED_SPLITS", (1, 2))
+    monkeypatch.setattr(timing, "last_level_cache", lambda device: 1)
+    monkeypatch.setattr(timing, "COPIED_BYTES", {"cpu": 2**20, "cuda": 2**20})
+    monkeypatch.setattr(sections, "LAUNCHED_CALLS", 2)
+    monkeypatch.setattr(sections, "UNSHARED_SPLITS", (1, 2))
 
 
 @pytest.fixture
@@ -46,13 +42,13 @@ def shares_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "find_shared_runs", find)
 
 
-def bench(*contenders: Contender) -> kernel_sections.KernelBench:
-    return kernel_sections.KernelBench(DEVICE, contenders, repeats=2)
+def bench(*contenders: Contender) -> sections.KernelBench:
+    return sections.KernelBench(DEVICE, contenders, repeats=2)
 
 
 def sdpa_and(name: str, prepare) -> tuple[Contender, ...]:
     """The first of torch's own, and one that is put to the test."""
-    (sdpa, *_) = (each for each in kernel_peers.contenders(["sdpa"]) if each.kind == "sdpa")
+    (sdpa, *_) = (each for each in peers.contenders(["sdpa"]) if each.kind == "sdpa")
     return sdpa, replace(sdpa, name=name, kind="paged", prepare=prepare)
 
 
@@ -83,7 +79,7 @@ def test_figures_of_a_run(tmp_path, capsys):
     assert results["copy_bytes_per_second"] > 0
     for output in (text, markdown):
         for section in ("attention", "launch"):
-            assert kernel_tables.SECTIONS[section].title in output
+            assert tables.SECTIONS[section].title in output
         assert "Not measured: " in output
         assert str(tmp_path) not in output
 
@@ -99,7 +95,7 @@ def test_a_wrong_result_is_told_and_not_timed():
     assert ["microseconds" in row for row in measured.rows] == [True, False]
     (sentence,) = measured.failures
     assert sentence.startswith("forgetful (4:2:16, float32, batch 2, context 300): WrongResult: the result is off by")
-    assert kernel_tables.SECTIONS["attention"].text(measured.rows).splitlines()[-1].split()[-5:] == ["-"] * 5
+    assert tables.SECTIONS["attention"].text(measured.rows).splitlines()[-1].split()[-5:] == ["-"] * 5
 
 
 @pytest.mark.parametrize("out", [torch.zeros(2, 4, 1, 16), torch.full((2, 4, 1, 16), torch.nan), torch.zeros(2, 4)])
@@ -120,8 +116,8 @@ def test_a_failing_call_is_told():
 
 
 def test_too_large_a_case_is_left_out(monkeypatch):
-    monkeypatch.setattr(kernel_sections, "available_memory", lambda device: 2**10)
-    measured = bench(*kernel_peers.contenders(["sdpa"]))
+    monkeypatch.setattr(sections, "available_memory", lambda device: 2**10)
+    measured = bench(*peers.contenders(["sdpa"]))
     measured.attention(SHAPE)
     assert measured.rows == []
     assert [*measured.failures] == ["4:2:16, float32, batch 2, context 300: needs 0.0 GiB, 0.0 GiB are free"]
@@ -140,7 +136,7 @@ def test_a_shared_prompt(shares_everything):
     assert not measured.failures
     assert 1.0 in {row["unshared_ratio"] for row in measured.rows[1:3]}
     results = {"copy_bytes_per_second": None, "rows": measured.rows, "failures": []}
-    (line,) = kernel_tables.conclusions(results)
+    (line,) = tables.conclusions(results)
     assert line.startswith("3 rows that share 64 tokens (1:1:16, float32): ")
 
 
@@ -160,7 +156,7 @@ def test_goals_are_summed_up_over_large_cases():
         row | {"batch": 64, "context": 4096, "copy_ratio": 0.86, "sdpa_ratio": 1.1},
         row | {"batch": 1, "context": 1024, "copy_ratio": 0.1, "sdpa_ratio": 9.0},
     ]
-    assert kernel_tables.conclusions({"copy_bytes_per_second": 2e12, "rows": rows, "failures": ["this"]}) == [
+    assert tables.conclusions({"copy_bytes_per_second": 2e12, "rows": rows, "failures": ["this"]}) == [
         "Copying reads and writes 2,000.0 GB/s.",
         "paged, triton, 65,536 tokens and more: 0.86 to 0.90 of copying, 0.80 to 1.10 times the fastest sdpa's time.",
         "Not measured: this",
@@ -170,7 +166,7 @@ def test_goals_are_summed_up_over_large_cases():
 @pytest.mark.parametrize("context", [48, 300])
 def test_implementations_that_run_here_are_right(context):
     problem = Problem(replace(SHAPE, context=context), DEVICE)
-    able = [each for each in kernel_peers.contenders(["sdpa"]) if each.refusal(problem) is None]
+    able = [each for each in peers.contenders(["sdpa"]) if each.refusal(problem) is None]
     assert len(able) >= 4
     for contender in able:
         (call,) = contender.prepare(problem)
@@ -181,7 +177,7 @@ def test_implementations_that_run_here_are_right(context):
 @pytest.mark.parametrize("context", [128, 300])
 def test_flex_attention_reads_our_blocks(context):
     problem = Problem(replace(SHAPE, context=context), DEVICE)
-    (call,) = kernel_peers._flex(problem)
+    (call,) = peers._flex(problem)
     problem.check(call())
 
 
@@ -242,7 +238,7 @@ def test_other_libraries_get_their_own_layouts(monkeypatch, context):
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     problem = Problem(replace(SHAPE, context=context), torch.device("cpu"))
-    for contender in kernel_peers.contenders(["flash-attn", "flashinfer"]):
+    for contender in peers.contenders(["flash-attn", "flashinfer"]):
         if contender.kind != "paged":
             (call,) = contender.prepare(problem)
             problem.check(call())

@@ -11,10 +11,7 @@ import pytest
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eval.common import variants
-from eval.prefix import command
-from eval.prefix import index as prefix_index
-from eval.prefix import sections as prefix_sections
-from eval.prefix import tables as prefix_tables
+from eval.prefix import command, index, sections, tables
 from tests.word_models import letter_tokenizer, word_llama
 
 POSITIONS = 512
@@ -55,11 +52,11 @@ def model_folder(
 
 
 @pytest.fixture
-def bench(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> prefix_sections.PrefixBench:
-    return prefix_sections.PrefixBench(model, tokenizer, repeats=2, memory="8MiB", codecs=["raw"])
+def bench(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> sections.PrefixBench:
+    return sections.PrefixBench(model, tokenizer, repeats=2, memory="8MiB", codecs=["raw"])
 
 
-def rows_of(bench: prefix_sections.PrefixBench) -> dict[str, dict[str, Any]]:
+def rows_of(bench: sections.PrefixBench) -> dict[str, dict[str, Any]]:
     return {row.get("cache", row["label"]): row for row in bench.rows}
 
 
@@ -83,13 +80,13 @@ def test_all_sections_in_text_json_and_markdown(
     }
     assert results["machine"]["model"] == "tiny-llama"
     for output in (text, markdown):
-        for section in prefix_tables.SECTIONS.values():
+        for section in tables.SECTIONS.values():
             assert section.title in output
     for output in (text, markdown, json.dumps(results)):
         assert str(model_folder.parent) not in output
 
 
-def test_of_a_prompt_that_begins_alike_the_beginning_is_reused(bench: prefix_sections.PrefixBench) -> None:
+def test_of_a_prompt_that_begins_alike_the_beginning_is_reused(bench: sections.PrefixBench) -> None:
     bench.known(prompt_tokens=200, known_tokens=150)
     rows = rows_of(bench)
     assert {name: row["reused_tokens"] for name, row in rows.items()} == {"dynamic": 0, "paged": 0, "raw": 150}
@@ -102,18 +99,18 @@ def test_of_a_prompt_that_begins_alike_the_beginning_is_reused(bench: prefix_sec
     assert bench.model.config._attn_implementation == "sdpa"
 
 
-def test_a_second_turn_reuses_all_but_the_last_token_of_the_answer(bench: prefix_sections.PrefixBench) -> None:
+def test_a_second_turn_reuses_all_but_the_last_token_of_the_answer(bench: sections.PrefixBench) -> None:
     bench.chat(history_tokens=100)
     row = rows_of(bench)["raw"]
-    assert row["prompt_tokens"] == 100 + prefix_sections.QUESTION_TOKENS
+    assert row["prompt_tokens"] == 100 + sections.QUESTION_TOKENS
     assert row["reused_tokens"] == 100 - 1
     assert row["tokens_equal"]
 
 
-def test_a_document_is_held_once(bench: prefix_sections.PrefixBench) -> None:
+def test_a_document_is_held_once(bench: sections.PrefixBench) -> None:
     bench.document(document_tokens=256, num_questions=3, new_tokens=2, repeats=1)
     rows = rows_of(bench)
-    own = prefix_sections.QUESTION_TOKENS + 1  # the last new token never is in a cache
+    own = sections.QUESTION_TOKENS + 1  # the last new token never is in a cache
     assert rows["dynamic"]["num_bytes"] == 3 * (256 + own) * TOKEN_BYTES
     assert rows["deepcopy"]["num_bytes"] == (256 + 3 * (256 + own)) * TOKEN_BYTES
     # Four blocks of the document, and one of each question.
@@ -122,7 +119,7 @@ def test_a_document_is_held_once(bench: prefix_sections.PrefixBench) -> None:
     assert bench.differences == bench.failures == []
 
 
-def test_continuous_batching_shares_blocks_of_256_tokens(bench: prefix_sections.PrefixBench) -> None:
+def test_continuous_batching_shares_blocks_of_256_tokens(bench: sections.PrefixBench) -> None:
     pytest.importorskip("psutil")
     bench.batching(document_tokens=300, num_questions=3)
     if bench.failures:
@@ -134,12 +131,12 @@ def test_continuous_batching_shares_blocks_of_256_tokens(bench: prefix_sections.
 
 
 def test_what_continuous_batching_cannot_do_is_told(
-    bench: prefix_sections.PrefixBench, monkeypatch: pytest.MonkeyPatch
+    bench: sections.PrefixBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
         raise RuntimeError("not here")
 
-    monkeypatch.setattr(prefix_sections, "shared_prefix_tokens", refuse)
+    monkeypatch.setattr(sections, "shared_prefix_tokens", refuse)
     bench.batching(document_tokens=70, num_questions=2)
     assert bench.failures == ["generate_batch (transformers): RuntimeError: not here"]
     assert {row["label"] for row in bench.rows} == {"BlockStore, one after the other", "BlockStore, one batch"}
@@ -148,21 +145,21 @@ def test_what_continuous_batching_cannot_do_is_told(
 def test_a_lossy_store_may_differ(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = prefix_sections.PrefixBench(model, tokenizer, repeats=1, memory="8MiB", codecs=["int8"])
-    warm = prefix_sections.PrefixBench._warm
+    bench = sections.PrefixBench(model, tokenizer, repeats=1, memory="8MiB", codecs=["int8"])
+    warm = sections.PrefixBench._warm
 
-    def other(*arguments: Any) -> prefix_sections.FirstToken:
+    def other(*arguments: Any) -> sections.FirstToken:
         call = warm(*arguments)
-        return prefix_sections.FirstToken(**{**vars(call), "token": -1})
+        return sections.FirstToken(**{**vars(call), "token": -1})
 
-    monkeypatch.setattr(prefix_sections.PrefixBench, "_warm", other)
+    monkeypatch.setattr(sections.PrefixBench, "_warm", other)
     bench.known(prompt_tokens=80, known_tokens=64)
     (sentence,) = bench.differences
     assert sentence.startswith("BlockStore (int8) (known): another first token")
     assert sentence.endswith("so this is expected.")
 
 
-def test_a_failing_baseline_stops_the_run(bench: prefix_sections.PrefixBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_baseline_stops_the_run(bench: sections.PrefixBench, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = variants.Variant("dynamic", "DynamicCache", "sdpa", lambda *_: 1 / 0)
     monkeypatch.setitem(variants.VARIANTS, "dynamic", broken)
     with pytest.raises(RuntimeError, match="the baseline failed"):
@@ -170,16 +167,16 @@ def test_a_failing_baseline_stops_the_run(bench: prefix_sections.PrefixBench, mo
 
 
 def test_the_index_is_filled_looked_up_and_left_as_it_was() -> None:
-    chains, children = prefix_index.measure_index(num_blocks=64, prompt_tokens=512, repeats=1)
+    chains, children = index.measure_index(num_blocks=64, prompt_tokens=512, repeats=1)
     assert (chains["blocks"], chains["known_tokens"]) == (64, 512)
-    assert (children["blocks"], children["known_tokens"]) == (64 + prefix_index.PARENTS, 128)
+    assert (children["blocks"], children["known_tokens"]) == (64 + index.PARENTS, 128)
     for row in (chains, children):
         assert 0 < row["lookup_ms_min"] <= row["lookup_ms"]
         assert 50 < row["bytes_a_block"] < 600
 
 
 def test_the_index_is_given_the_same_sequences_every_time() -> None:
-    for sequences in (lambda: prefix_index._chains(3, 2), lambda: prefix_index._children(3)):
+    for sequences in (lambda: index._chains(3, 2), lambda: index._children(3)):
         assert all(np.array_equal(first, second) for first, second in zip(sequences(), sequences(), strict=True))
 
 
@@ -189,14 +186,14 @@ def test_goals_are_judged_with_the_default_sizes_only() -> None:
         {"section": "index", "shape": "chains", "lookup_ms": 4.0, "bytes_a_block": 150.0},
     ]
     results = {"rows": rows, "differences": [], "failures": ["that"], "settings": {"has_goals": True}}
-    assert prefix_tables.conclusions(results) == [
+    assert tables.conclusions(results) == [
         "reached: the first token, 0.070 of the time without reuse (goal: 0.08)",
         "missed: a lookup, 4.000 ms (goal: 3)",
         "reached: the index, 150 bytes a block in sequences (goal: 200)",
         "Not measured: that",
     ]
     results["settings"]["has_goals"] = False
-    assert prefix_tables.conclusions(results) == ["Not measured: that"]
+    assert tables.conclusions(results) == ["Not measured: that"]
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,10 @@ from eval.common import (
 )
 from eval.speed import (
     bookkeeping,
+    command,
     sections,
+    tables,
 )
-from eval.speed import command as speed
-from eval.speed import tables as speed_tables
 
 LAYERS, KV_HEADS, HEAD_DIM, POSITIONS = 2, 2, 16, 512
 
@@ -82,7 +82,7 @@ def test_all_sections_in_text_json_and_markdown(model_folder, tmp_path, capsys):
     options = {"model": model_folder, "caches": ",".join(caches), "new-tokens": 4, "beam-contexts": "16,70"}
     options |= {"contexts": "16,130", "batches": 2}
     options |= {"json": files["json"], "markdown": files["md"]}
-    status = speed.main(["--quick", *(f"--{name}={value}" for name, value in options.items())])
+    status = command.main(["--quick", *(f"--{name}={value}" for name, value in options.items())])
     text = capsys.readouterr().out
     results = json.loads(files["json"].read_text())
     markdown = files["md"].read_text()
@@ -95,14 +95,14 @@ def test_all_sections_in_text_json_and_markdown(model_folder, tmp_path, capsys):
         *(("decode", context, 2, cache) for context in (16, 130) for cache in caches),
         *(("beam", context, 1, cache) for context in (16, 70) for cache in [*caches, "paged+fork"]),
         *(("padding", 130, 2, cache) for cache in caches),
-        *(("bookkeeping", 256 + speed.BOOKKEEPING_STEPS, 8, cache) for cache in ("dynamic", "paged")),
+        *(("bookkeeping", 256 + command.BOOKKEEPING_STEPS, 8, cache) for cache in ("dynamic", "paged")),
     }
     assert results["machine"]["model"] == "tiny-llama"
     assert results["machine"]["dtype"] == "float32"
     assert results["settings"] == {"new_tokens": 4, "repeats": 1}
     for output in (text, markdown):
         assert report.machine_line(results["machine"]) in output
-        for title in (section.title for section in speed_tables.SECTIONS.values()):
+        for title in (section.title for section in tables.SECTIONS.values()):
             assert title in output
     for output in (text, markdown, json.dumps(results)):
         assert str(model_folder.parent) not in output
@@ -111,7 +111,7 @@ def test_all_sections_in_text_json_and_markdown(model_folder, tmp_path, capsys):
 def test_plot(model_folder, tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "speed.png"
-    speed.main(
+    command.main(
         f"--quick --model {model_folder} --caches dynamic --sections decode,beam --contexts 8,16 --beam-contexts 8 "
         f"--plot {file}".split()
     )
@@ -167,9 +167,9 @@ def test_other_tokens_are_told(bench):
         "ForgetfulCache, sdpa did not make DynamicCache's tokens (decode, context 12, batch 2): row"
     )
     assert sentence.endswith("In float32 this is a fault, or a tie to the last bits.")
-    assert "DIFFERENT" in speed_tables.text_section("decode", bench.rows)
+    assert "DIFFERENT" in tables.text_section("decode", bench.rows)
     results = {"rows": bench.rows, "differences": bench.differences, "failures": []}
-    assert speed_tables.conclusions(results) == [f"Other tokens: {sentence}"]
+    assert tables.conclusions(results) == [f"Other tokens: {sentence}"]
 
 
 def test_a_lossy_cache_may_differ(bench):
@@ -204,7 +204,7 @@ def test_a_failing_baseline_stops_the_run(bench):
 
 def test_missing_quanto_is_told(model_folder, monkeypatch, capsys):
     monkeypatch.setattr(variants, "is_optimum_quanto_available", lambda: False)
-    speed.main(f"--model {model_folder} --caches quantized --sections bookkeeping --repeats 1".split())
+    command.main(f"--model {model_folder} --caches quantized --sections bookkeeping --repeats 1".split())
     output = capsys.readouterr().out
     assert "Not measured: QuantizedCache (quanto, 4 bit), sdpa: optimum-quanto is not installed" in output
 
@@ -255,7 +255,7 @@ def test_what_the_context_costs_is_taken_against_the_shortest_one():
         row("paged", 1, 16, 11.0, 10.0),
         row("paged", 1, 512, 16.0, 14.0),
     ]
-    rows = speed_tables.with_cost_of_context(rows)
+    rows = tables.with_cost_of_context(rows)
     costs = [(row.get("context_ms"), row.get("context_ratio")) for row in rows]
     assert costs == [(20.0, 1.0), (None, None), (None, None), (None, None), (5.0, 0.25)]
     assert [row.get("context_ratio_min") for row in rows] == [1.0, None, None, None, 0.2]
@@ -323,7 +323,7 @@ def test_prompts_longer_than_the_text_are_refused(tokenizer, monkeypatch):
 )
 def test_bad_arguments(model_folder, capsys, arguments, message):
     with pytest.raises(SystemExit) as stop:
-        speed.main(["--quick", "--model", str(model_folder), *arguments.split()])
+        command.main(["--quick", "--model", str(model_folder), *arguments.split()])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
 
