@@ -338,7 +338,7 @@ def _format_lessons(comparisons: Sequence[Comparison]) -> str:
         "tokens/s: new tokens of all prompts by the time of the whole call, prompt included. MiB: keys and "
         "values. Peak of DynamicCache: its end, and once more the one tensor that is being copied. Peak of "
         "PagedCache: its pools, with unused blocks and the copy made while growing. Its end: the blocks in use. "
-        "Each row is one call; eval/speed.py measures time with repeats.",
+        "Each row is one call; python -m eval.speed measures time with repeats.",
     ]
     for comparison in comparisons:
         dynamic = comparison.dynamic

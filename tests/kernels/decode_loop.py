@@ -13,9 +13,10 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import numpy as np
 import torch
-from compiled import counting_variants
 from hf_paged_kernels import KVBlocks, StepMetadata
 from hf_paged_kernels.triton_kernels import paged_attention, plan, write_kv
+
+from eval.kernels.compiled import counting_variants
 
 BLOCK_SIZE = 64
 KV_HEADS, GROUP, DIM = 2, 4, 128

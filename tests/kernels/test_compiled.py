@@ -21,8 +21,8 @@ TARGETS = ("sm_80", "sm_90", "gfx942")
 
 def rows(target: str, *options: str) -> list[dict]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(REPOSITORY / "eval" / "kernel_report.py"), "--json", "--targets", target, *options]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    command = [sys.executable, "-m", "eval.kernels.report", "--json", "--targets", target, *options]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=REPOSITORY, check=False)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
@@ -67,8 +67,7 @@ def test_the_most_used_width_compiles_as_it_is_meant_to(target: str) -> None:
 def test_a_decode_loop_does_not_compile_kernels_anew(batch: int) -> None:
     """With and without splits, and for 2 to 8 splits: not for every length, number of splits or size of the table."""
     command = [sys.executable, "-m", "tests.kernels.decode_loop", "1200", str(batch)]
-    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'eval'}"}
-    result = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout) == {"write_kernel": 1, "attend_kernel": 2, "merge_kernel": 1}
 

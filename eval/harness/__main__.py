@@ -1,0 +1,7 @@
+"""`eval.harness`"""
+
+import sys
+
+from eval.harness.command import main
+
+sys.exit(main())

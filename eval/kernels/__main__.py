@@ -1,0 +1,7 @@
+"""`eval.kernels`"""
+
+import sys
+
+from eval.kernels.command import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""What caches make of a model's predictions, measured through the cache."""

@@ -1,0 +1,1 @@
+"""Speed and memory of caches in `generate` on a model."""
