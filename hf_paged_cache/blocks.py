@@ -10,6 +10,18 @@ from hf_paged_cache.errors import OutOfBlocks
 NULL_BLOCK = 0
 
 
+class Clock:
+    """Numbers events in their order."""
+
+    def __init__(self) -> None:
+        self._now = 0
+
+    def tick(self) -> int:
+        """The number of the next event."""
+        self._now += 1
+        return self._now
+
+
 class BlockAllocator:
     """Hands out block ids and counts their references. It knows ids only: no tensors, no sequences.
 
@@ -25,15 +37,20 @@ class BlockAllocator:
     Args:
         num_blocks: number of ids, the null block included.
         on_evict: called with the id of a reusable block when it is taken back, so that an index can forget it.
+
+    Attributes:
+        clock: numbers releases. Allocators that share one can tell whose reusable blocks were released longest ago.
     """
 
     def __init__(self, num_blocks: int = 1, on_evict: Callable[[int], None] | None = None) -> None:
         self._references = np.zeros(num_blocks, dtype=np.int32)
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
-        self._reusable: OrderedDict[int, None] = OrderedDict()
+        # By id, in their order: the number of the release.
+        self._reusable: OrderedDict[int, int] = OrderedDict()
         self._retained: set[int] = set()
         self.on_evict = on_evict
-        self._released_later: deque[np.ndarray] = deque()
+        self.clock = Clock()
+        self._released_later: deque[tuple[np.ndarray, int]] = deque()
         self.evictions = 0
 
     @property
@@ -141,8 +158,17 @@ class BlockAllocator:
             self._reusable.pop(block_id, None)
         np.add.at(self._references, block_ids, times)
 
+    @property
+    def oldest(self) -> int:
+        """The number of the longest ago release of a reusable block, of which there is one."""
+        return next(iter(self._reusable.values()))
+
     def release(self, block_ids: np.ndarray) -> None:
         """Drops one reference of each of `block_ids`, which may repeat. Null blocks are passed over."""
+        self._release_pending()
+        self._release(block_ids, self.clock.tick())
+
+    def _release(self, block_ids: np.ndarray, released: int) -> None:
         block_ids = block_ids[block_ids != NULL_BLOCK]
         if not block_ids.size:
             return
@@ -151,7 +177,7 @@ class BlockAllocator:
         # The tail of a sequence goes first, so that the head of a retained run is the last to be evicted.
         for block_id in reversed(dict.fromkeys(unheld)):
             if block_id in self._retained:
-                self._reusable[block_id] = None
+                self._reusable[block_id] = released
             else:
                 self._free.append(block_id)
 
@@ -160,7 +186,7 @@ class BlockAllocator:
 
         The garbage collector may run a finalizer in the middle of any call of this class, also in another thread.
         """
-        self._released_later.append(block_ids)
+        self._released_later.append((block_ids, self.clock.tick()))
 
     def retain(self, block_ids: Sequence[int]) -> None:
         """Marks blocks whose content may be wanted again: released, they become reusable instead of free."""
@@ -176,4 +202,4 @@ class BlockAllocator:
 
     def _release_pending(self) -> None:
         while self._released_later:
-            self.release(self._released_later.popleft())
+            self._release(*self._released_later.popleft())

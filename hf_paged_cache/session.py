@@ -53,12 +53,12 @@ class Session:
         """Lets go of the last turn. What is known of it stays in the store while there is room."""
         self.cache = None
 
-    def generate(self, input_ids: torch.Tensor, *, content_key: str | None = None, **inputs: Any) -> Any:
+    def generate(self, input_ids: torch.Tensor, *, extra_key: Any = None, **inputs: Any) -> Any:
         """`model.generate`, with what the store knows of the prompt.
 
         Args:
             input_ids: `[batch, tokens]`, the whole conversation.
-            content_key: see `BlockStore.cache_for`.
+            extra_key: see `BlockStore.cache_for`. Images that are known are left out of what the model is given.
             **inputs: what `generate` takes.
 
         Returns:
@@ -71,17 +71,17 @@ class Session:
             raise InvalidArgumentError("use_cache=False: a session generates with a cache; call model.generate instead")
         generation_config = inputs.get("generation_config") or self.store.model.generation_config
         asked = {name: inputs.get(name) or getattr(generation_config, name, None) for name in (*_COPIES, *_ASSISTED)}
-        cache = self.store.cache_for(
+        cache, inputs = self.store.cache_and_inputs(
             input_ids,
             copies=max(asked[name] or 1 for name in _COPIES),
             reuse=not any(asked[name] for name in _ASSISTED),
             salt=self.salt,
-            content_key=content_key,
+            extra_key=extra_key,
             **inputs,
         )
         # It holds what it shares with the last turn. The rest of that may make room.
         self.cache = cache
-        output = self.store.model.generate(input_ids=input_ids, **inputs, **{CACHE_ARGUMENT: cache})
+        output = self.store.model.generate(**inputs, **{CACHE_ARGUMENT: cache})
         try:
             self.store.commit(cache, output)
         except CacheStateError as error:  # the answer is there all the same

@@ -16,14 +16,15 @@ class KnownRun:
         tokens: int64 `[n]`.
         parent: place of the run before it in the list; `None` at the beginning of a prompt.
         is_held: whether a cache, a session or a pin holds its block, so that it is not given up.
-        salt, content_key: under which it is found.
+        salt: under which it is found.
+        extra_keys: keys of what some of the tokens stand for, such as images.
     """
 
     tokens: np.ndarray
     parent: int | None
     is_held: bool
     salt: str | None
-    content_key: str | None
+    extra_keys: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -458,7 +458,7 @@ class TestIdentity:
 
     def test_salts_and_contents_are_apart(self, llama):
         store, ids = make_store(llama()), words(1, 40)
-        keys = [{}, {"salt": "a"}, {"salt": "b"}, {"content_key": "a"}, {"salt": "a", "content_key": "a"}]
+        keys = [{}, {"salt": "a"}, {"salt": "b"}, {"extra_key": "a"}, {"salt": "a", "extra_key": "a"}]
         for key in keys:
             cache = store.cache_for(ids, **key)
             assert cache.get_seq_length() == 0
@@ -476,7 +476,7 @@ class TestIdentity:
         assert store.cache_for(ids, adapter_names=["a"]).get_seq_length() == 0
         cache = store.cache_for(ids, pixel_values=torch.zeros(1, 3, 4, 4), token_type_ids=torch.zeros_like(ids))
         assert cache.get_seq_length() == 0
-        assert cache.stats().why == "the input has pixel_values beside tokens, and no content_key= that names them"
+        assert cache.stats().why == "the input has pixel_values beside tokens, and no tokens that stand for them"
         assert store.commit(cache, ids) == 0
         assert store.cache_for(ids, token_type_ids=torch.zeros_like(ids)).get_seq_length() == 39
 
@@ -569,7 +569,7 @@ def test_runs_show_what_is_known_and_held(llama):
     assert sorted((len(run.tokens), run.parent, run.is_held) for run in runs[1:]) == sorted(
         [(SIZE, 0, False), (5, 1 + (len(runs[1].tokens) != SIZE), False), (9, 0, True)]
     )
-    assert {(run.salt, run.content_key) for run in runs} == {("me", None)}
+    assert {(run.salt, run.extra_keys) for run in runs} == {("me", ())}
     assert runs[0].is_held
 
 
@@ -687,14 +687,14 @@ class TestModels:
         model.config.image_token_id = image = FIRST_WORD
         store, ids = make_store(model), words(1, 40).clamp(min=FIRST_WORD + 1)
         ids[0, 10:20] = image
-        pixels = {"pixel_values": torch.zeros(1, 3, 4, 4), "content_key": "a"}
+        pixels = {"pixel_values": torch.zeros(1, 3, 4, 4), "extra_key": "a"}
         cache = store.cache_for(ids, **pixels)
         output = generate(model, cache, ids)
         store.commit(cache, output)
         assert store.cache_for(output, **pixels).stats().reused_tokens == 10
-        assert store.cache_for(output, content_key="a").stats().reused_tokens == 45
+        assert store.cache_for(output, extra_key="a").stats().reused_tokens == 45
         with pytest.raises(InvalidArgumentError, match="10 tokens of the prompt stand for images"):
-            store.cache_for(output, content_key="b")
+            store.cache_for(output, extra_key="b")
 
     @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
     def test_keys_that_depend_on_the_length_are_not_reused(self, llama, rope_type):

@@ -81,7 +81,7 @@ class TestRefusal:
 
     def test_another_version(self, saved, model):
         rewrite(saved, lambda metadata: metadata | {"version": "7"})
-        with pytest.raises(StoreFileError, match=r"version 7 .* not 1.*Save the store again"):
+        with pytest.raises(StoreFileError, match=r"version 7 .* not 2.*Save the store again"):
             BlockStore.load(saved, model, memory="4MiB")
 
     @pytest.mark.parametrize("missing", ["identity", "trees", "kinds"])
