@@ -224,7 +224,7 @@ class KnownBlocks:
         """
         return HeldBlocks(self.index, roots, self._pools, self._kinds_of_blocks(), self._saved)
 
-    def numbers_below_zero(self, roots: Iterable[PrefixNode]) -> set[int]:
+    def names_under(self, roots: Iterable[PrefixNode]) -> set[int]:
         """The numbers below zero that stand in the runs under some roots in the place of tokens."""
         runs = b"".join(node.run for root in roots for node in self.index.runs_after(root))
         tokens = tokens_of(runs)

@@ -3,7 +3,6 @@
 import gc
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,20 +12,17 @@ import torch
 from hf_paged_cache.arguments import is_integer
 from hf_paged_cache.cache import PagedCache
 from hf_paged_cache.codecs import KVQuant
-from hf_paged_cache.errors import CacheStateError, InvalidArgumentError, OutOfBlocks, UnsupportedError
-from hf_paged_cache.extra_keys import Names, before_unknown, real_tokens, runs_of
+from hf_paged_cache.errors import CacheStateError, InvalidArgumentError, UnsupportedError
+from hf_paged_cache.extra_keys import runs_of
 from hf_paged_cache.identity import Identity, Namespace
 from hf_paged_cache.known_blocks import KnownBlocks
+from hf_paged_cache.known_prompts import KnownPrompts
+from hf_paged_cache.lookups import Lookups
 from hf_paged_cache.model_identity import ModelIdentity
-from hf_paged_cache.origin import Origin, Positions
-from hf_paged_cache.prefill import prefill
-from hf_paged_cache.prefix import Match, PrefixNode, tokens_of
-from hf_paged_cache.prompts import Prompts, ends_and_pads, read_prompts
+from hf_paged_cache.prompts import ends_and_pads, read_prompts
 from hf_paged_cache.requests import Request, read_request
 from hf_paged_cache.resumable import layer_device, placeholders, why_never, why_not_now
-from hf_paged_cache.rope_positions import RopePositions, keeps_positions
 from hf_paged_cache.session import Pin, Session
-from hf_paged_cache.sharing import plan_parts
 from hf_paged_cache.store_file import StoreFile, write_store_file
 from hf_paged_cache.store_stats import Counts, KnownRun, StoreStats
 
@@ -77,14 +73,13 @@ class BlockStore:
         self._root = PagedCache(model.config, kv=kv, block_size=block_size, memory=memory, backend=backend)
         self._identity = ModelIdentity(model, kv, block_size)
         self._known = KnownBlocks(self._root.groups, block_size)
-        self._names = Names()
+        self._prompts = KnownPrompts(self._known)
         self._lock = self._root.lock
-        self._trees: dict[Namespace, PrefixNode] = {}
         self._pins: dict[int, Pin] = {}
         self._counts = Counts()
         self._dtype: str | None = None
         self._never = why_never(self._root, model)
-        self._positions = RopePositions(model) if not self._never and keeps_positions(model) else None
+        self._lookups = Lookups(model, self._root, self._known, self._prompts, self._never)
 
     def __repr__(self) -> str:
         stats = self.stats()
@@ -173,35 +168,11 @@ class BlockStore:
     def _cache_for(self, request: Request, *, copies: int, reuse: bool, share: bool, salt: str | None) -> PagedCache:
         if not is_integer(copies) or copies < 1:
             raise InvalidArgumentError(f"copies={copies!r}: expected at least 1")
-        why = self._never or why_not_now(self.model) or request.why
-        namespace, spans = Namespace(self._current_identity(), salt), request.prompts.spans
-        is_unknown = bool(why)
-        if not reuse:
-            why = why or "reuse=False was asked for"
-        positions = None
-        if self._positions is not None and not is_unknown:
-            about = (request.input_ids, request.attention_mask)
-            if request.beside.images:
-                positions, spans = self._positions.with_images(*about, request.inputs, request.prompts)
-            else:
-                with self._lock:
-                    spans = [self._names.with_shifts(row) for row in spans]
-            request = replace(request, prompts=request.prompts._replace(spans=spans))
-        is_text = not any(spans) and not any(request.beside)
-        num_computed = self._compute_parts(request.prompts, namespace) if share and not why and is_text else 0
-        cache = self._begin(request, namespace, num_computed, why, is_unknown=is_unknown, positions=positions)
-        if not request.beside.images:
-            request.prompts.check_known(cache.get_seq_length(), why)
+        namespace = Namespace(self._current_identity(), salt)
+        cache = self._lookups.cache_for(request, namespace, copies=copies, reuse=reuse, share=share)
         with self._lock:
             self._counts.add_lookup(request.prompts, cache.origin)
-        if copies == 1:
-            return cache
-        num_columns = cache.get_seq_length()
-        if reuse and num_columns < request.prompts.num_columns - 1 and request.can_be_computed_first:
-            mask = request.attention_mask
-            rest = request.inputs_after(num_columns)
-            prefill(self.model, cache, input_ids=request.input_ids, attention_mask=mask, **rest)
-        return cache.fork(copies)
+        return cache
 
     def commit(self, cache: PagedCache, output: Any) -> int:
         """Makes known what a cache from `cache_for` holds.
@@ -243,17 +214,9 @@ class BlockStore:
         sequences = getattr(output, "sequences", output)
         ends, pads = ends_and_pads(self.model.generation_config, {})
         rows = origin.known_rows(table.num_columns, table.seq_lens.tolist(), sequences, ends, pads)
-        images, num_tokens = placeholders(self.model.config), 0
+        images = placeholders(self.model.config)
         with self._lock:
-            root = self._tree(origin.namespace)
-            for row, (tokens, spans) in enumerate(zip(rows, origin.spans, strict=True)):
-                named = self._names.learn(before_unknown(tokens, spans, images), spans)
-                if len(named):
-                    self._known.add(cache.groups, row, root, named)
-                num_tokens += len(named)
-            self._known.let_go_of_past(cache.groups)
-            if self._names.may_be_unused:
-                self._names.keep(self._known.numbers_below_zero(self._trees.values()))
+            num_tokens = self._prompts.add(cache.groups, origin.namespace, rows, origin.spans, images)
             self._counts.committed_tokens += num_tokens
             cache.origin = origin.committed(rows)
         return num_tokens
@@ -283,7 +246,7 @@ class BlockStore:
         if runs_of(prompts.rows[0], placeholders(self.model.config)):
             raise InvalidArgumentError("pin takes text, but the prompt has tokens that stand for images or the like")
         namespace = Namespace(self._current_identity(), salt)
-        cache = self._compute(prompts.rows[0], namespace)
+        cache = self._lookups.compute(prompts.rows[0], namespace)
         with self._lock:
             pin = Pin(cache, self._pins)
         return pin
@@ -297,11 +260,7 @@ class BlockStore:
         with self._lock:
             for pin in list(self._pins.values()):
                 pin.release()
-            for root in self._trees.values():
-                self._known.remove(root)
-            self._trees.clear()
-            self._names = Names()
-            self._known.detach()
+            self._prompts.clear()
             for group in self._root.groups:
                 group.pool.give_back_memory()
 
@@ -339,12 +298,8 @@ class BlockStore:
         """
         identity = self._identity.current()
         with self._lock:
-            trees = {space: root for space, root in self._trees.items() if space.identity == identity}
-            held = self._known.hold(list(trees.values()))
-            used = self._known.numbers_below_zero(trees.values())
-            names = {number: name for number, name in self._names.items() if number in used}
+            held, salts, names = self._prompts.hold(identity)
         try:
-            salts = [space.salt for space in trees]
             write_store_file(path, identity, salts, names, held.kinds, held.runs, held.tensors)
         finally:
             with self._lock:
@@ -372,9 +327,7 @@ class BlockStore:
         identity = store._identity.current()
         file.check_identity(identity)
         store._dtype = identity.dtype
-        store._trees = {Namespace(identity, salt): store._known.index.new_root() for salt in file.salts}
-        store._names = Names(file.names.items())
-        store._known.attach(file, list(store._trees.values()), partial(layer_device, model))
+        store._prompts.attach(file, identity, partial(layer_device, model))
         return store
 
     def stats(self) -> StoreStats:
@@ -398,110 +351,8 @@ class BlockStore:
 
     def runs(self) -> list[KnownRun]:
         """What is known, block by block: a run of tokens comes after the one that it follows."""
-        runs: list[KnownRun] = []
         with self._lock:
-            for namespace, root in self._trees.items():
-                places: dict[PrefixNode | None, int | None] = {root: None}
-                for node in self._known.index.runs_after(root):
-                    places[node] = len(runs)
-                    is_held = self._known.is_held(node)
-                    parent = places[node.parent]
-                    tokens, keys = real_tokens(tokens_of(node.run), self._names)
-                    runs.append(KnownRun(tokens, parent, is_held, namespace.salt, keys))
-        return runs
-
-    def _begin(
-        self,
-        request: Request,
-        namespace: Namespace,
-        num_computed: int = 0,
-        why: str = "",
-        *,
-        is_unknown: bool = False,
-        positions: Positions | None = None,
-    ) -> PagedCache:
-        """A cache with what is known of the prompts.
-
-        Args:
-            num_computed: tokens that this very call has computed and made known.
-            why: why nothing may be looked up; empty if it may.
-            is_unknown: whether nothing may become known of it either.
-            positions: of the prompts, if they come with images that move positions.
-        """
-        prompts = request.prompts
-        with self._lock:
-            cache = self._root.fork()
-            for group in cache.groups:
-                group.keeps_past = not is_unknown
-            tree = self._tree(namespace)
-            named = [self._names.known(*row) for row in zip(prompts.rows, prompts.spans, strict=True)]
-            matches = [] if why else [self._known.index.match(tree, tokens) for tokens in named]
-            num_columns, why_less = self._columns(request, matches), why or request.why_less
-            try:
-                padding = self._adopt(cache, prompts, matches, num_columns)
-            except OutOfBlocks:
-                why_less = "there is no room for what would have to be read from the file"
-                num_columns = self._columns(request, matches, in_memory=True)
-                padding = self._adopt(cache, prompts, matches, num_columns)
-            reused = max(int((num_columns - padding).sum()) - num_computed, 0)
-        if self._positions is not None and positions is None and num_columns:
-            about = (request.input_ids, request.attention_mask)
-            positions = self._positions.after_images(*about, cache, prompts.spans)
-        origin = (self._known, namespace, prompts.rows, prompts.padding, reused, why_less, is_unknown, prompts.spans)
-        cache.origin = Origin(*origin, positions=positions)
-        return cache
-
-    def _columns(self, request: Request, matches: Sequence[Match], *, in_memory: bool = False) -> int:
-        """How many columns a cache is to begin with."""
-        num_known = self._known.common_columns(request.prompts, matches, in_memory=in_memory)
-        limit = request.columns_to_begin_with(num_known)
-        if limit == num_known:
-            return num_known
-        return self._known.common_columns(request.prompts, matches, limit, in_memory=in_memory)
-
-    def _adopt(self, cache: PagedCache, prompts: Prompts, matches: Sequence[Match], num_columns: int) -> np.ndarray:
-        """Lets an empty cache begin with the first columns of the prompts; how many of them are padding in each row,
-        int32 `[num_rows]`."""
-        padding = np.minimum(prompts.padding, num_columns).astype(np.int32)
-        if num_columns:
-            self._known.begin(cache.groups, matches, num_columns, padding)
-        return padding
-
-    def _compute_parts(self, prompts: Prompts, namespace: Namespace) -> int:
-        """Computes what rows share or lack, where it pays.
-
-        Returns:
-            How many tokens that was.
-        """
-        if len(prompts.rows) == 1:
-            return 0
-        with self._lock:
-            matches = [self._known.index.match(self._tree(namespace), tokens) for tokens in prompts.rows]
-            known = [
-                self._known.usable_tokens(match, len(tokens) - 1)
-                for match, tokens in zip(matches, prompts.rows, strict=True)
-            ]
-        parts = plan_parts(prompts.rows, known, prompts.padding.tolist(), least_saved=self._root.block_size)
-        num_computed, caches = 0, []
-        for row, num_tokens in parts:
-            try:
-                cache = self._compute(prompts.rows[row][:num_tokens], namespace)
-            except OutOfBlocks:
-                break
-            caches.append(cache)  # so that a later part does not take its blocks
-            num_computed += num_tokens - cache.origin.reused_tokens
-        return num_computed
-
-    def _compute(self, tokens: np.ndarray, namespace: Namespace) -> PagedCache:
-        """Computes and makes known all of `tokens`; the cache that holds them."""
-        # One more, for which `generate` may go on; what it is does not matter.
-        ids = torch.from_numpy(np.append(tokens, tokens[-1:]))[None].to(self.model.device)
-        cache = self._begin(read_request(self.model, ids, torch.ones_like(ids), None, {}, divides=False), namespace)
-        if cache.get_seq_length() < len(tokens):
-            prefill(self.model, cache, input_ids=ids, attention_mask=torch.ones_like(ids))
-            with self._lock:
-                self._known.add(cache.groups, 0, self._tree(namespace), tokens)
-        return cache
+            return self._prompts.runs()
 
     def _current_identity(self) -> Identity:
         """What the model is now. Blocks are made for one dtype, so with another all are given up."""
@@ -511,9 +362,3 @@ class BlockStore:
                 self.clear()
             self._dtype = identity.dtype
         return identity
-
-    def _tree(self, namespace: Namespace) -> PrefixNode:
-        if namespace not in self._trees:
-            self._trees = {known: root for known, root in self._trees.items() if root.children is not None}
-            self._trees[namespace] = self._known.index.new_root()
-        return self._trees[namespace]

@@ -70,6 +70,7 @@ class Counts:
     committed_tokens: int = 0
 
     def add_lookup(self, prompts: Prompts, origin: Origin) -> None:
+        """Counts the prompts that a cache was made for."""
         self.lookups += len(prompts.rows)
         self.lookup_tokens += sum(len(tokens) for tokens in prompts.rows)
         self.hit_tokens += origin.reused_tokens

@@ -228,10 +228,7 @@ class TestSessions:
         with store.session() as session:
             for turn in range(4):
                 is_new = turn in (0, 2)
-                if is_new:
-                    chat = chat.copy().show(turn).say(7, turn)
-                else:
-                    chat = chat.copy().say(7, turn)
+                chat = (chat.copy().show(turn) if is_new else chat.copy()).say(7, turn)
                 expected = cold(model, chat.inputs)
                 cold(model, other.inputs)  # leaves its positions in the model
                 inputs = chat.inputs if is_new or given == "all images again" else chat.words
