@@ -88,10 +88,15 @@ def _rope_types(parameters: Any) -> set[str]:
     return nested | ({parameters["rope_type"]} if "rope_type" in parameters else set())
 
 
-def layer_device(model: Any, layer_idx: int) -> torch.device:
-    """Where a layer of a model computes, and so where its keys are going to be."""
+def decoder_layers(model: Any) -> nn.ModuleList | None:
+    """The layers of a model's decoder; `None` if it has no list of as many as its config says."""
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = (module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
-    layers = next((layers for layers in lists if len(layers) == num_layers), None)
+    return next((layers for layers in lists if len(layers) == num_layers), None)
+
+
+def layer_device(model: Any, layer_idx: int) -> torch.device:
+    """Where a layer of a model computes, and so where its keys are going to be."""
+    layers = decoder_layers(model)
     parameter = None if layers is None else next(layers[layer_idx].parameters(), None)
     return model.device if parameter is None else parameter.device

@@ -7,6 +7,7 @@ import torch
 
 from hf_paged_cache.cache import PagedCache
 from hf_paged_cache.errors import CacheStateError, InvalidArgumentError
+from hf_paged_cache.in_process import InProcess
 from hf_paged_cache.prefill import CACHE_ARGUMENT
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ _COPIES = ("num_beams", "num_return_sequences")
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
 
 
-class Session:
+class Session(InProcess):
     """A conversation on a store: every turn begins with what is known, and is known afterwards.
 
     ```python
@@ -89,7 +90,7 @@ class Session:
         return output
 
 
-class Pin:
+class Pin(InProcess):
     """A prompt that a store keeps until `release`.
 
     Attributes:

@@ -15,6 +15,7 @@ from hf_paged_cache.codecs import KVQuant
 from hf_paged_cache.errors import CacheStateError, InvalidArgumentError, UnsupportedError
 from hf_paged_cache.extra_keys import runs_of
 from hf_paged_cache.identity import Identity, Namespace
+from hf_paged_cache.in_process import InProcess
 from hf_paged_cache.known_blocks import KnownBlocks
 from hf_paged_cache.known_prompts import KnownPrompts
 from hf_paged_cache.lookups import Lookups
@@ -23,11 +24,12 @@ from hf_paged_cache.prompts import ends_and_pads, read_prompts
 from hf_paged_cache.requests import Request, read_request
 from hf_paged_cache.resumable import layer_device, placeholders, why_never, why_not_now
 from hf_paged_cache.session import Pin, Session
+from hf_paged_cache.smallest import check_room_for_a_block
 from hf_paged_cache.store_file import StoreFile, write_store_file
 from hf_paged_cache.store_stats import Counts, KnownRun, StoreStats
 
 
-class BlockStore:
+class BlockStore(InProcess):
     """Keys and values of earlier prompts and answers, for later ones that begin alike.
 
     ```python
@@ -51,7 +53,8 @@ class BlockStore:
         kv, block_size, backend: as in `PagedCache`.
 
     Raises:
-        InvalidArgumentError: an argument has no meaning.
+        InvalidArgumentError: an argument has no meaning, or `memory` has no room for the keys and values of one block
+            in all layers, as far as the config tells their size.
         UnsupportedError: the model is an encoder-decoder.
     """
 
@@ -72,6 +75,7 @@ class BlockStore:
         self.model = model
         self._root = PagedCache(model.config, kv=kv, block_size=block_size, memory=memory, backend=backend)
         self._identity = ModelIdentity(model, kv, block_size)
+        check_room_for_a_block(self._root, model)
         self._known = KnownBlocks(self._root.groups, block_size)
         self._prompts = KnownPrompts(self._known)
         self._lock = self._root.lock

@@ -249,3 +249,19 @@ def test_a_finalizer_may_release_in_the_middle_of_anything():
     allocator.release(ids(1, 2, 3))
     assert sorted(allocator.allocate(3).tolist()) == [1, 2, 3]
     assert states(allocator) == {"free": 2, "reusable": 0, "referenced": 3}
+
+
+def test_allocators_with_one_clock_tell_whose_blocks_were_released_longest_ago():
+    first, second = BlockAllocator(9), BlockAllocator(9)
+    first.clock = second.clock
+    blocks = [allocator.allocate(2) for allocator in (first, second, first)]
+    for allocator, block_ids in zip((first, second, first), blocks, strict=True):
+        allocator.retain(block_ids.tolist())
+    second.release_later(blocks[1])  # takes effect later, but was let go of now
+    first.release(blocks[2])
+    first.release(blocks[0])
+    assert second.num_reusable == 2
+    assert second.oldest < first.oldest
+    second.acquire(blocks[1])
+    second.release(blocks[1])
+    assert first.oldest < second.oldest
