@@ -154,12 +154,15 @@ class Names:
     """
 
     def __init__(self, names: Iterable[tuple[int, Name]] = ()) -> None:
-        self._names: dict[int, Name] = dict(names)
+        self._names = dict(names)
+        self._next = min(self._names, default=0) - 1
+        self._num_used = 0
+        self._index()
+
+    def _index(self) -> None:
         self._numbers = {name: number for number, name in self._names.items()}
         # The newest name whatever its shift, which only those know who have the image.
         self._newest = {name[:-1]: name for name in self._names.values()}
-        self._next = min(self._names, default=0) - 1
-        self._num_used = 0
 
     def __getitem__(self, number: int) -> Name:
         return self._names[number]
@@ -204,9 +207,10 @@ class Names:
 
     def keep(self, used: Iterable[int]) -> None:
         """Forgets all names but these; others may be among them."""
-        last = self._next
-        self.__init__((number, self._names[number]) for number in {*used} if number in self._names)  # type: ignore[misc]
-        self._next, self._num_used = last, len(self._names)
+        kept = {*used}
+        self._names = {number: name for number, name in self._names.items() if number in kept}
+        self._num_used = len(self._names)
+        self._index()
 
 
 def real_tokens(named: np.ndarray, names: Mapping[int, Name] | Names) -> tuple[np.ndarray, tuple[str, ...]]:

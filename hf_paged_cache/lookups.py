@@ -1,5 +1,6 @@
 """Caches that begin with what is known of a batch of prompts."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from hf_paged_cache.cache import PagedCache
 from hf_paged_cache.errors import OutOfBlocks
+from hf_paged_cache.extra_keys import Spans
 from hf_paged_cache.identity import Namespace
 from hf_paged_cache.known_blocks import KnownBlocks
 from hf_paged_cache.known_prompts import KnownPrompts
@@ -50,6 +52,7 @@ class Lookups:
             if request.beside.images:
                 about = (request.input_ids, request.attention_mask, request.inputs)
                 positions, spans = self._positions.with_images(*about, prompts)
+                request = replace(request, has_certain_positions=_num_names(spans) == _num_names(prompts.spans))
             else:
                 with self._lock:
                     spans = [self._prompts.names.with_shifts(row) for row in prompts.spans]
@@ -145,3 +148,8 @@ class Lookups:
             with self._lock:
                 self._prompts.add(cache.groups, namespace, [tokens], [()], [])
         return cache
+
+
+def _num_names(spans: Sequence[Spans]) -> int:
+    """How many spans have a name."""
+    return sum(span.name is not None for row in spans for span in row)

@@ -24,6 +24,7 @@ class Request:
         prompts: the rows.
         why: why nothing can be known of it, in words; empty if something can.
         divides: whether inputs of images that are known are left out.
+        has_certain_positions: whether it is known how far each image that has a key moves the tokens behind it.
     """
 
     input_ids: torch.Tensor
@@ -33,6 +34,7 @@ class Request:
     prompts: Prompts
     why: str
     divides: bool
+    has_certain_positions: bool = True
 
     @property
     def why_less(self) -> str:
@@ -45,6 +47,8 @@ class Request:
         ]
         if not unnamed:
             return ""
+        if not self.has_certain_positions:
+            return f"it is not certain how far the images from column {min(unnamed)} on move what follows"
         return f"tokens from column {min(unnamed)} on depend on images or the like that no extra_key= names"
 
     def columns_to_begin_with(self, num_known: int) -> int:
