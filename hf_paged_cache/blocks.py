@@ -23,6 +23,18 @@ class Holding:
         self.state = state
 
 
+class Clock:
+    """Numbers events in their order."""
+
+    def __init__(self) -> None:
+        self._now = 0
+
+    def tick(self) -> int:
+        """The number of the next event."""
+        self._now += 1
+        return self._now
+
+
 class BlockAllocator:
     """Hands out block ids and counts their references. It knows ids only: no tensors, no sequences.
 
@@ -42,6 +54,9 @@ class BlockAllocator:
         num_blocks: number of ids, the null block included.
         on_evict: called with the id of a reusable block before it is taken back, so that an index can forget it.
         ledger: notes changes in progress; shared by all that changes together.
+
+    Attributes:
+        clock: numbers releases. Allocators that share one can tell whose reusable blocks were released longest ago.
     """
 
     def __init__(
@@ -53,10 +68,12 @@ class BlockAllocator:
         self._references = np.zeros(num_blocks, dtype=np.int32)
         self._other_references = np.zeros(num_blocks, dtype=np.int32)  # of holders that are no tables
         self._holdings: dict[Holding, str] = {}
-        self._dropped: deque[Holding] = deque()
+        self._dropped: deque[tuple[Holding, int]] = deque()
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
-        self._reusable: OrderedDict[int, None] = OrderedDict()
+        # By id, in their order: the number of the release.
+        self._reusable: OrderedDict[int, int] = OrderedDict()
         self._retained: set[int] = set()
+        self.clock = Clock()
 
     def __getstate__(self) -> dict[str, Any]:
         # Tables register anew: a copy of one cache is not to count what its forks hold.
@@ -76,6 +93,11 @@ class BlockAllocator:
     def num_reusable(self) -> int:
         self._release_dropped()
         return len(self._reusable)
+
+    @property
+    def oldest(self) -> int:
+        """The number of the longest ago release of a reusable block, of which there is one."""
+        return next(iter(self._reusable.values()))
 
     @property
     def num_available(self) -> int:
@@ -188,14 +210,14 @@ class BlockAllocator:
         self.ledger.open(self)
         # In this order no block that stays is ever without a holder.
         self._acquire(new.reshape(-1), 1)
-        self._release(old.reshape(-1))
+        self._release(old.reshape(-1), self.clock.tick())
 
     def release_later(self, holding: Holding) -> None:
         """Lets go of all that a table holds, safe to call from a finalizer: done when the allocator is next used.
 
         The garbage collector may run a finalizer in the middle of any call of this class, also in another thread.
         """
-        self._dropped.append(holding)
+        self._dropped.append((holding, self.clock.tick()))
 
     def acquire(self, block_ids: np.ndarray, times: int = 1) -> None:
         """Adds `times` references to each of `block_ids`, which may repeat, for a holder that is no table.
@@ -212,7 +234,7 @@ class BlockAllocator:
         """Undoes `acquire`: drops one reference of each of `block_ids`, which may repeat."""
         opened = self.ledger.open(self)
         np.subtract.at(self._other_references, block_ids, 1)
-        self._release(block_ids)
+        self._release(block_ids, self.clock.tick())
         if opened:
             self.ledger.close(self)
 
@@ -239,7 +261,7 @@ class BlockAllocator:
 
     def settle(self) -> None:
         """Counts anew what tables and others hold, after a change that was interrupted."""
-        for holding in tuple(self._dropped):
+        for holding, _ in tuple(self._dropped):
             self._holdings.pop(holding, None)
         num_blocks = len(self._other_references)
         references = self._other_references.copy()
@@ -249,8 +271,12 @@ class BlockAllocator:
         references[NULL_BLOCK] = 0
         unheld = set(np.flatnonzero(references == 0).tolist()) - {NULL_BLOCK}
         known = self._retained & unheld
-        in_order = (block_id for block_id in (*self._reusable, *sorted(known)) if block_id in known)
-        reusable = OrderedDict.fromkeys(in_order)
+        now = self.clock.tick()
+        reusable = OrderedDict(
+            (block_id, released) for block_id, released in self._reusable.items() if block_id in known
+        )
+        for block_id in sorted(known - reusable.keys()):
+            reusable[block_id] = now
         unknown = unheld - known
         still_free = dict.fromkeys(block_id for block_id in self._free if block_id in unknown)
         self._free = [*still_free, *sorted(unknown - still_free.keys(), reverse=True)]
@@ -272,7 +298,7 @@ class BlockAllocator:
             self._reusable.pop(block_id, None)
         np.add.at(self._references, block_ids, times)
 
-    def _release(self, block_ids: np.ndarray) -> None:
+    def _release(self, block_ids: np.ndarray, released: int) -> None:
         block_ids = block_ids[block_ids != NULL_BLOCK]
         if not block_ids.size:
             return
@@ -281,16 +307,16 @@ class BlockAllocator:
         # The tail of a sequence goes first, so that the head of a retained run is the last to be evicted.
         for block_id in reversed(dict.fromkeys(unheld)):
             if block_id in self._retained:
-                self._reusable[block_id] = None
+                self._reusable[block_id] = released
             else:
                 self._free.append(block_id)
 
     def _release_dropped(self) -> None:
         while self._dropped and not self.ledger.is_open(self):
-            holding = self._dropped[0]
+            holding, released = self._dropped[0]
             if holding in self._holdings:
                 self.ledger.open(self)
                 attribute = self._holdings.pop(holding)
-                self._release(getattr(holding.state, attribute).reshape(-1))
+                self._release(getattr(holding.state, attribute).reshape(-1), released)
                 self.ledger.close(self)
             self._dropped.popleft()

@@ -360,6 +360,11 @@ class PagedCache(DynamicCache):
         return self._budget.lock
 
     @property
+    def memory_limit(self) -> int | None:
+        """Bytes that all pools may hold together; `None` for no limit."""
+        return self._budget.limit
+
+    @property
     def block_size(self) -> int:
         """Tokens a block."""
         return self._factory.block_size

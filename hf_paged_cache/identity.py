@@ -104,7 +104,6 @@ class Identity:
 class _NamespaceFields(NamedTuple):
     identity: Identity
     salt: str | None
-    content_key: str | None
 
 
 class Namespace(_NamespaceFields):
@@ -113,21 +112,19 @@ class Namespace(_NamespaceFields):
     Args:
         identity: of the model.
         salt: tells apart users who must not find out about each other's prompts.
-        content_key: stands for what is in the input beside tokens, such as images.
 
     Raises:
-        InvalidArgumentError: a salt or content key is no text.
+        InvalidArgumentError: a salt is no text.
     """
 
     __slots__ = ()
 
-    def __new__(cls, identity: Identity, salt: str | None = None, content_key: str | None = None) -> "Namespace":
-        for name, value in (("salt", salt), ("content_key", content_key)):
-            if value is not None and not isinstance(value, str):
-                raise InvalidArgumentError(
-                    f"{name}={shortened(repr(value))}: expected a str or None. Of bytes take a digest in hexadecimal"
-                )
-        return super().__new__(cls, identity, salt, content_key)
+    def __new__(cls, identity: Identity, salt: str | None = None) -> "Namespace":
+        if salt is not None and not isinstance(salt, str):
+            raise InvalidArgumentError(
+                f"salt={shortened(repr(salt))}: expected a str or None. Of bytes take a digest in hexadecimal"
+            )
+        return super().__new__(cls, identity, salt)
 
 
 def codec_text(kv: str | KVQuant) -> str:

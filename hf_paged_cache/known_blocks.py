@@ -1,17 +1,17 @@
 """The blocks whose content a store knows: the prefix index over the pools of all layer groups."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from hf_paged_cache.blocks import BlockAllocator
+from hf_paged_cache.blocks import BlockAllocator, Clock
 from hf_paged_cache.groups import LayerGroup
 from hf_paged_cache.pool import GroupPool
-from hf_paged_cache.prefix import Match, PrefixIndex, PrefixNode
+from hf_paged_cache.prefix import Match, PrefixIndex, PrefixNode, tokens_of
 from hf_paged_cache.prompts import Prompts
 from hf_paged_cache.saved_blocks import HeldBlocks, SavedBlocks
 from hf_paged_cache.store_file import StoreFile
@@ -56,8 +56,10 @@ class KnownBlocks:
         required = [kinds.block for kinds in self._groups if kinds.window is None]
         self.index = PrefixIndex(block_size, len(self._pools), required)
         self._saved: SavedBlocks | None = None
+        clock = Clock()
         for kind, allocator in enumerate(self.allocators):
             allocator.on_evict = _Forget(self, kind)
+            allocator.clock = clock
 
     @property
     def allocators(self) -> list[BlockAllocator]:
@@ -69,25 +71,28 @@ class KnownBlocks:
         """Bytes of the blocks that are known."""
         return sum(pool.allocator.num_retained * pool.block_bytes for pool in self._pools)
 
-    def match(self, root: PrefixNode, prompts: Prompts, stops: Sequence[int] = ()) -> list[Match]:
-        """What is known of each row of a batch under a root, up to the first of the tokens `stops` in it."""
-        ends = [np.append(np.flatnonzero(np.isin(tokens, stops)), len(tokens))[0] for tokens in prompts.rows]
-        return [self.index.match(root, tokens[:end]) for tokens, end in zip(prompts.rows, ends, strict=True)]
+    def common_columns(
+        self, prompts: Prompts, matches: Sequence[Match], limit: int | None = None, *, in_memory: bool = False
+    ) -> int:
+        """The last column up to which all rows are known, and which cuts no image; the last one of the prompts left
+        out.
 
-    def common_columns(self, prompts: Prompts, matches: Sequence[Match], *, in_memory: bool = False) -> int:
-        """The last column up to which all rows are known, the last one of the prompts left out.
-
-        With `in_memory`, without what would have to be read from a file first.
+        Args:
+            prompts: the prompts.
+            matches: what is known of each row; none for nothing.
+            limit: columns that it may be at most.
+            in_memory: leave out what would have to be read from a file first.
         """
         if not matches:
             return 0
         num_columns, wanted = prompts.num_columns - 1, None
+        num_columns = num_columns if limit is None else min(num_columns, limit)
         while num_columns != wanted:
             wanted = num_columns
-            for match, pad in zip(matches, prompts.padding.tolist(), strict=True):
+            for row, (match, pad) in enumerate(zip(matches, prompts.padding.tolist(), strict=True)):
                 if pad < num_columns:
                     usable = self.usable_tokens(match, num_columns - pad, in_memory=in_memory)
-                    num_columns = pad + usable
+                    num_columns = pad + prompts.uncut(row, usable)
         return num_columns if any(pad < num_columns for pad in prompts.padding.tolist()) else 0
 
     def usable_tokens(self, match: Match, limit: int, *, in_memory: bool = False) -> int:
@@ -222,6 +227,12 @@ class KnownBlocks:
         """
         return HeldBlocks(self.index, roots, self._pools, self._kinds_of_blocks(), self._saved)
 
+    def names_under(self, roots: Iterable[PrefixNode]) -> set[int]:
+        """The numbers below zero that stand in the runs under some roots in the place of tokens."""
+        runs = b"".join(node.run for root in roots for node in self.index.runs_after(root))
+        tokens = tokens_of(runs)
+        return set(tokens[tokens < 0].tolist())
+
     def is_held(self, node: PrefixNode) -> bool:
         """Whether some row holds a block of a run."""
         return any(
@@ -234,17 +245,17 @@ class KnownBlocks:
         self._forget(self.index.remove(node))
 
     def evict(self, num_bytes: int) -> int:
-        """Forgets what was let go of longest ago, until so many bytes of blocks are free for others.
+        """Forgets what was let go of longest ago, of all layers, until so many bytes of blocks are free for others.
 
         Returns:
             Bytes that have become free; fewer than asked for if rows hold the rest.
         """
         before = self._free_bytes()
         while (freed := self._free_bytes() - before) < num_bytes:
-            allocator = next((allocator for allocator in self.allocators if allocator.num_reusable), None)
-            if allocator is None:
+            reusable = [allocator for allocator in self.allocators if allocator.num_reusable]
+            if not reusable:
                 break
-            allocator.evict()
+            min(reusable, key=lambda allocator: allocator.oldest).evict()
         return freed
 
     def _free_bytes(self) -> int:

@@ -2,12 +2,35 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from hf_paged_cache.errors import CacheStateError, InvalidArgumentError
+from hf_paged_cache.extra_keys import Spans
+
+
+class Positions(NamedTuple):
+    """The positions of a prompt under multimodal rotary embeddings.
+
+    Attributes:
+        ids: int64 `[axes, batch, tokens]` or `[batch, tokens]`. Of what is known only those behind the last image are
+            certain to be right.
+        shifts: int64 `[batch, 1]`, how much further tokens behind the prompt are than they would be without images.
+    """
+
+    ids: torch.Tensor
+    shifts: torch.Tensor
+
+    def for_rows(self, num_rows: int) -> "Positions":
+        """Those of a batch in which every prompt stands more often in a row, or less."""
+        places = torch.arange(num_rows, device=self.ids.device) * len(self.shifts) // num_rows
+        return self.selected(places)
+
+    def selected(self, rows: torch.Tensor) -> "Positions":
+        """Those of some rows, int64 `[num_rows]`."""
+        return Positions(self.ids.index_select(self.ids.ndim - 2, rows), self.shifts.index_select(0, rows))
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +45,8 @@ class Origin:
         reused_tokens: tokens of all rows whose keys and values were not computed for this cache.
         why: why it is not more, in words; empty if there is no reason but that nothing more was known.
         is_unknown: whether nothing may become known of it either.
+        spans: of each row the tokens that stand for something else, such as images.
+        positions: of the prompts, under multimodal rotary embeddings; of each prompt once, whatever stands how often.
         is_certain: whether the outputs of `generate` tell what each row holds. They do not any more when rows have been
             moved (beams), or tokens of `rows` been taken back.
     """
@@ -33,12 +58,15 @@ class Origin:
     reused_tokens: int
     why: str
     is_unknown: bool
+    spans: list[Spans]
+    positions: Positions | None = None
     is_certain: bool = True
 
     def repeated(self, repeats: int) -> "Origin":
         """With every row `repeats` times in a row."""
         rows = [row for row in self.rows for _ in range(repeats)]
-        return replace(self, rows=rows, padding=self.padding.repeat(repeats))
+        spans = [row for row in self.spans for _ in range(repeats)]
+        return replace(self, rows=rows, padding=self.padding.repeat(repeats), spans=spans)
 
     def for_rows(self, num_rows: int) -> "Origin | None":
         """The origin of a cache that has so many rows, where `generate` has repeated each prompt; `None` if it cannot
@@ -48,8 +76,13 @@ class Origin:
 
     def selected(self, rows: np.ndarray) -> "Origin":
         """With the rows replaced by those of these indices."""
-        kept = [self.rows[row] for row in rows.tolist()]
-        return replace(self, rows=kept, padding=self.padding[rows], is_certain=False)
+        kept, spans = ([values[row] for row in rows.tolist()] for values in (self.rows, self.spans))
+        positions = self.positions
+        if positions is not None:
+            of_rows = torch.from_numpy(rows * len(positions.shifts) // len(self.rows))
+            positions = positions.selected(of_rows.to(positions.ids.device))
+        padding = self.padding[rows]
+        return replace(self, rows=kept, padding=padding, spans=spans, positions=positions, is_certain=False)
 
     def cropped(self, num_columns: int) -> "Origin":
         """With the tokens of so many columns. Whether others have come in the place of some is not known."""
@@ -64,11 +97,17 @@ class Origin:
         return replace(self, rows=longer)
 
     def known_rows(
-        self, lengths: Sequence[int], sequences: torch.Tensor, ends: Sequence[int], pads: Sequence[int]
+        self,
+        num_columns: int,
+        lengths: Sequence[int],
+        sequences: torch.Tensor,
+        ends: Sequence[int],
+        pads: Sequence[int],
     ) -> list[np.ndarray]:
         """The tokens, int64 `[n]`, that each row of the cache is known to hold.
 
         Args:
+            num_columns: columns of the cache.
             lengths: tokens of each row of the cache.
             sequences: ids `[batch, tokens]`, prompts included, as `generate` returns them.
             ends: tokens that end an answer.
@@ -95,10 +134,15 @@ class Origin:
         ]
         if not self.is_certain:
             return [tokens[:length] for tokens, length in zip(self.rows, lengths, strict=True)]
-        if max(lengths) > ids.shape[1]:
+        if num_columns > ids.shape[1]:
             raise CacheStateError(
-                f"the cache holds {max(lengths)} tokens of a row, but the output has {ids.shape[1]}: nobody knows what "
+                f"the cache holds {num_columns} tokens of a row, but the output has {ids.shape[1]}: nobody knows what "
                 "they are. Was `generate` called with use_cache=False, or the output cut?"
+            )
+        if num_columns < ids.shape[1] - 1:  # the last token of an answer is in no cache
+            raise InvalidArgumentError(
+                f"the output has {ids.shape[1]} tokens, but the cache holds {num_columns} of a row: it is not what "
+                "`generate` returned last with this cache. After `crop`, pass what is left of the output"
             )
         return [tokens[:length] for tokens, length in zip(rows, lengths, strict=True)]
 

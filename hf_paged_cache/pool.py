@@ -198,6 +198,12 @@ class GroupPool:
         missing = max(self._expected_layers - len(known), 0)
         return sum(known) + missing * (known[-1] if known else 0)
 
+    def block_bytes_of(self, layer_idx: int, geometry: Geometry) -> int:
+        """Bytes of one block of a layer with keys and values of a geometry, its hot block included."""
+        codec = self._codec_of(layer_idx)
+        hot_bytes = 0 if codec.hot is None else self.hot.block_bytes_of(layer_idx, geometry)
+        return codec.block_bytes(geometry, self.block_size) + hot_bytes
+
     @property
     def num_bytes(self) -> int:
         return sum(layer.num_bytes for layer in self.layers.values())

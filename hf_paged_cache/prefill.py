@@ -39,6 +39,8 @@ _ONE_TOKEN = {
     "logits_processor": None,
     "min_new_tokens": None,
     "guidance_scale": None,
+    "negative_prompt_ids": None,
+    "negative_prompt_attention_mask": None,
     "assistant_model": None,
     "prompt_lookup_num_tokens": None,
 }

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from hf_paged_cache.errors import InvalidArgumentError
+from hf_paged_cache.extra_keys import Spans
 
 
 class Prompts(NamedTuple):
@@ -17,28 +18,49 @@ class Prompts(NamedTuple):
         padding: int32 `[num_rows]`, leading columns of each row that are not tokens.
         num_columns: columns of the batch.
         why_unknown: why nothing can be known of it from its tokens alone, in words; empty if it can.
+        spans: of each row the tokens that stand for something else; `()` where there are none.
     """
 
     rows: list[np.ndarray]
     padding: np.ndarray
     num_columns: int
     why_unknown: str
+    spans: list[Spans]
 
-    def check_known(self, num_columns: int, placeholders: Sequence[int]) -> None:
-        """Raises `InvalidArgumentError` if inputs beside tokens belong to a part of the prompts that is not known.
+    @property
+    def images(self) -> list[Spans]:
+        """The spans of each row that images, or other inputs beside tokens, are put in the place of."""
+        return [tuple(span for span in spans if span.is_image) for spans in self.spans]
+
+    @property
+    def columns_before_images(self) -> int:
+        """Columns before the first image in any row."""
+        pads = self.padding.tolist()
+        firsts = [pad + spans[0].start for spans, pad in zip(self.images, pads, strict=True) if spans]
+        return min(firsts, default=self.num_columns)
+
+    def uncut(self, row: int, num_tokens: int) -> int:
+        """The most tokens of a row, up to `num_tokens`, that do not end inside of a span."""
+        cut = (span.start for span in self.spans[row] if span.start < num_tokens < span.stop)
+        return next(cut, num_tokens)
+
+    def check_known(self, num_columns: int, why: str) -> None:
+        """Raises `InvalidArgumentError` if images that are not given belong to columns that are not known.
 
         Args:
             num_columns: columns that are known.
-            placeholders: tokens that stand for such inputs.
+            why: why it is not more, in words; empty for no reason but that nothing more was known.
         """
         missing = sum(
-            int(np.isin(tokens[max(num_columns - pad, 0) :], placeholders).sum())
-            for tokens, pad in zip(self.rows, self.padding.tolist(), strict=True)
+            span.stop - span.start
+            for spans, pad in zip(self.images, self.padding.tolist(), strict=True)
+            for span in spans
+            if span.name is not None and pad + span.start >= num_columns
         )
         if missing:
             raise InvalidArgumentError(
                 f"{missing} tokens of the prompt stand for images or the like that are not known under this "
-                "content_key: pass these inputs to `cache_for` and `generate`"
+                f"extra_key{f' ({why})' if why else ''}: pass these inputs to `cache_for` and `generate`"
             )
 
 
@@ -55,7 +77,7 @@ def read_prompts(input_ids: Any, attention_mask: Any) -> Prompts:
         raise InvalidArgumentError(f"input_ids {list(input_ids.shape)}: expected at least one token")
     ids = input_ids.cpu().numpy().astype(np.int64)
     if attention_mask is None:
-        return Prompts(list(ids), np.zeros(len(ids), dtype=np.int32), ids.shape[1], "")
+        return Prompts(list(ids), np.zeros(len(ids), dtype=np.int32), ids.shape[1], "", [()] * len(ids))
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != input_ids.shape:
         shape = list(attention_mask.shape) if isinstance(attention_mask, torch.Tensor) else type(attention_mask)
         raise InvalidArgumentError(f"attention_mask is {shape}: expected {list(input_ids.shape)}, as input_ids")
@@ -64,7 +86,7 @@ def read_prompts(input_ids: Any, attention_mask: Any) -> Prompts:
     is_left_padded = np.array_equal(attended, np.arange(ids.shape[1])[None] >= padding[:, None])
     rows = [tokens[pad:] for tokens, pad in zip(ids, padding.tolist(), strict=True)]
     why = "" if is_left_padded else "the attention mask hides tokens after the first one of a row"
-    return Prompts(rows, padding, ids.shape[1], why)
+    return Prompts(rows, padding, ids.shape[1], why, [()] * len(rows))
 
 
 def ends_and_pads(generation_config: Any, options: Mapping[str, Any]) -> list[list[int]]:
@@ -81,22 +103,3 @@ def inferred_mask(input_ids: Any, pads: Sequence[int], ends: Sequence[int]) -> t
         return None
     mask = torch.isin(input_ids, torch.tensor(pads, device=input_ids.device), invert=True)
     return None if mask.all() else mask.long()
-
-
-def inputs_beside_tokens(inputs: Mapping[str, Any]) -> list[str]:
-    """The names of inputs that keys and values depend on beside tokens: images, embeddings, positions of one's own,
-    adapters chosen for each row."""
-    return sorted(
-        name
-        for name, value in inputs.items()
-        if (name == "adapter_names" and value is not None)
-        or (_holds_arrays(value) and not (name == "token_type_ids" and not torch.as_tensor(value).any()))
-    )
-
-
-def _holds_arrays(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_holds_arrays, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_holds_arrays, value))
-    return isinstance(value, torch.Tensor | np.ndarray)

@@ -7,6 +7,7 @@ import torch
 
 from hf_paged_cache.cache import PagedCache
 from hf_paged_cache.errors import CacheStateError, InvalidArgumentError
+from hf_paged_cache.in_process import InProcess
 from hf_paged_cache.prefill import CACHE_ARGUMENT
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ _COPIES = ("num_beams", "num_return_sequences")
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
 
 
-class Session:
+class Session(InProcess):
     """A conversation on a store: every turn begins with what is known, and is known afterwards.
 
     ```python
@@ -53,12 +54,12 @@ class Session:
         """Lets go of the last turn. What is known of it stays in the store while there is room."""
         self.cache = None
 
-    def generate(self, input_ids: torch.Tensor, *, content_key: str | None = None, **inputs: Any) -> Any:
+    def generate(self, input_ids: torch.Tensor, *, extra_key: Any = None, **inputs: Any) -> Any:
         """`model.generate`, with what the store knows of the prompt.
 
         Args:
             input_ids: `[batch, tokens]`, the whole conversation.
-            content_key: see `BlockStore.cache_for`.
+            extra_key: see `BlockStore.cache_for`. Images that are known are left out of what the model is given.
             **inputs: what `generate` takes.
 
         Returns:
@@ -71,17 +72,17 @@ class Session:
             raise InvalidArgumentError("use_cache=False: a session generates with a cache; call model.generate instead")
         generation_config = inputs.get("generation_config") or self.store.model.generation_config
         asked = {name: inputs.get(name) or getattr(generation_config, name, None) for name in (*_COPIES, *_ASSISTED)}
-        cache = self.store.cache_for(
+        cache, inputs = self.store.cache_and_inputs(
             input_ids,
             copies=max(asked[name] or 1 for name in _COPIES),
             reuse=not any(asked[name] for name in _ASSISTED),
             salt=self.salt,
-            content_key=content_key,
+            extra_key=extra_key,
             **inputs,
         )
         # It holds what it shares with the last turn. The rest of that may make room.
         self.cache = cache
-        output = self.store.model.generate(input_ids=input_ids, **inputs, **{CACHE_ARGUMENT: cache})
+        output = self.store.model.generate(**inputs, **{CACHE_ARGUMENT: cache})
         try:
             self.store.commit(cache, output)
         except CacheStateError as error:  # the answer is there all the same
@@ -89,7 +90,7 @@ class Session:
         return output
 
 
-class Pin:
+class Pin(InProcess):
     """A prompt that a store keeps until `release`.
 
     Attributes:

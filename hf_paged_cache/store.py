@@ -12,22 +12,24 @@ import torch
 from hf_paged_cache.arguments import is_integer
 from hf_paged_cache.cache import PagedCache
 from hf_paged_cache.codecs import KVQuant
-from hf_paged_cache.errors import CacheStateError, InvalidArgumentError, OutOfBlocks, UnsupportedError
+from hf_paged_cache.errors import CacheStateError, InvalidArgumentError, UnsupportedError
+from hf_paged_cache.extra_keys import runs_of
 from hf_paged_cache.identity import Identity, Namespace
+from hf_paged_cache.in_process import InProcess
 from hf_paged_cache.known_blocks import KnownBlocks
+from hf_paged_cache.known_prompts import KnownPrompts
+from hf_paged_cache.lookups import Lookups
 from hf_paged_cache.model_identity import ModelIdentity
-from hf_paged_cache.origin import Origin
-from hf_paged_cache.prefill import prefill
-from hf_paged_cache.prefix import Match, PrefixNode, tokens_of
-from hf_paged_cache.prompts import Prompts, ends_and_pads, inferred_mask, inputs_beside_tokens, read_prompts
-from hf_paged_cache.resumable import counts_columns, layer_device, placeholders, why_never
+from hf_paged_cache.prompts import ends_and_pads, read_prompts
+from hf_paged_cache.requests import Request, read_request
+from hf_paged_cache.resumable import layer_device, placeholders, why_never, why_not_now
 from hf_paged_cache.session import Pin, Session
-from hf_paged_cache.sharing import plan_parts
+from hf_paged_cache.smallest import check_room_for_a_block
 from hf_paged_cache.store_file import StoreFile, write_store_file
 from hf_paged_cache.store_stats import Counts, KnownRun, StoreStats
 
 
-class BlockStore:
+class BlockStore(InProcess):
     """Keys and values of earlier prompts and answers, for later ones that begin alike.
 
     ```python
@@ -51,7 +53,8 @@ class BlockStore:
         kv, block_size, backend: as in `PagedCache`.
 
     Raises:
-        InvalidArgumentError: an argument has no meaning.
+        InvalidArgumentError: an argument has no meaning, or `memory` has no room for the keys and values of one block
+            in all layers, as far as the config tells their size.
         UnsupportedError: the model is an encoder-decoder.
     """
 
@@ -72,13 +75,15 @@ class BlockStore:
         self.model = model
         self._root = PagedCache(model.config, kv=kv, block_size=block_size, memory=memory, backend=backend)
         self._identity = ModelIdentity(model, kv, block_size)
+        check_room_for_a_block(self._root, model)
         self._known = KnownBlocks(self._root.groups, block_size)
+        self._prompts = KnownPrompts(self._known)
         self._lock = self._root.lock
-        self._trees: dict[Namespace, PrefixNode] = {}
         self._pins: dict[int, Pin] = {}
         self._counts = Counts()
         self._dtype: str | None = None
-        self._never = why_never(self._root, model.config)
+        self._never = why_never(self._root, model)
+        self._lookups = Lookups(model, self._root, self._known, self._prompts, self._never)
 
     def __repr__(self) -> str:
         stats = self.stats()
@@ -96,7 +101,7 @@ class BlockStore:
         reuse: bool = True,
         share: bool = True,
         salt: str | None = None,
-        content_key: str | None = None,
+        extra_key: str | Sequence[Any] | None = None,
         **inputs: Any,
     ) -> PagedCache:
         """A cache that begins with what is known of a batch of prompts.
@@ -107,54 +112,71 @@ class BlockStore:
             input_ids: `[batch, tokens]`, the whole prompts, as `generate` is going to get them.
             attention_mask: `[batch, tokens]`, with padding on the left.
             copies: beams or samples of each row: rows stand that many times in a row, and their prompts are computed
-                here, once.
+                here, once, if they come without images.
             reuse: whether to look anything up; an empty cache otherwise, of which everything may become known. For
                 assisted decoding, which transformers can only begin with an empty cache.
             share: compute here what several rows begin with, once, and what some rows lack that others know, where
                 that saves work. Otherwise only what is known already is in the cache.
             salt: nothing is shared between callers with different ones.
-            content_key: names what is in the input beside tokens (images, say). Without it nothing is known of a
-                prompt with such inputs. With the inputs, what comes before the first of them is reused; later turns
-                may leave them out and give the key only, and reuse all.
+            extra_key: names what is in the input beside tokens (images, say): one text for all of it, or a list with a
+                text for each image, in the order of their placeholder tokens. For several rows a list with the key of
+                each row, or `None`. From the first placeholder on that no key names, nothing is known. With the
+                images, what comes before the first of them is reused; later turns may leave them out and give the keys
+                only, and reuse all. See `cache_and_inputs`.
             **inputs: the other inputs of `generate`, if there are any.
 
         Returns:
             The cache; its `stats()` say how many tokens were reused, and why it is not more.
 
         Raises:
-            InvalidArgumentError: an argument has no meaning, or images that a prompt has places for are neither given
-                nor known.
+            InvalidArgumentError: an argument has no meaning, there are not as many keys as images, or images that a
+                key names are neither given nor known.
             OutOfBlocks: `copies` prompts do not fit beside what other caches hold.
         """
+        request = read_request(self.model, input_ids, attention_mask, extra_key, inputs, divides=False)
+        return self._cache_for(request, copies=copies, reuse=reuse, share=share, salt=salt)
+
+    def cache_and_inputs(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        copies: int = 1,
+        reuse: bool = True,
+        share: bool = True,
+        salt: str | None = None,
+        extra_key: str | Sequence[Any] | None = None,
+        **inputs: Any,
+    ) -> tuple[PagedCache, dict[str, Any]]:
+        """`cache_for`, and the inputs that `generate` has to be given with the cache: without images that are in it.
+
+        A model puts all images that it is given in the place of all placeholders that it computes. So images can be
+        reused one by one where the inputs can be divided: if each has one part for each image, in their order, or
+        patches that a `grid_thw` counts. Otherwise what comes before the first image is reused, or everything.
+
+        ```python
+        >>> cache, rest = store.cache_and_inputs(**inputs, extra_key=["digest of image 1", "digest of image 2"])
+        >>> output = model.generate(**rest, past_key_values=cache)
+        ```
+
+        Args, errors: as of `cache_for`.
+
+        Returns:
+            The cache, and the inputs: `input_ids`, the attention mask if there is one, and what is left of `inputs`.
+        """
+        request = read_request(self.model, input_ids, attention_mask, extra_key, inputs, divides=True)
+        cache = self._cache_for(request, copies=copies, reuse=reuse, share=share, salt=salt)
+        mask = {} if attention_mask is None else {"attention_mask": attention_mask}
+        return cache, {"input_ids": input_ids, **mask, **request.inputs_after(cache.get_seq_length())}
+
+    def _cache_for(self, request: Request, *, copies: int, reuse: bool, share: bool, salt: str | None) -> PagedCache:
         if not is_integer(copies) or copies < 1:
             raise InvalidArgumentError(f"copies={copies!r}: expected at least 1")
-        if attention_mask is None:
-            ends, pads = ends_and_pads(self.model.generation_config, inputs)
-            attention_mask = inferred_mask(input_ids, pads, ends)
-        prompts = read_prompts(input_ids, attention_mask)
-        beside = inputs_beside_tokens(inputs)
-        why = self._never or prompts.why_unknown
-        if beside and content_key is None:
-            why = why or f"the input has {', '.join(beside)} beside tokens, and no content_key= that names them"
-        if prompts.padding.any() and counts_columns(self.model):
-            why = why or "the model takes no positions, so those of padded rows may be others"
-        is_unknown = bool(why)
-        if not reuse:
-            why = why or "reuse=False was asked for"
-        namespace = Namespace(self._current_identity(), salt, content_key)
-        num_computed = self._compute_parts(prompts, namespace) if share and not why and not beside else 0
-        # Where images are given again, `generate` wants to put them in the place of tokens.
-        stops = placeholders(self.model.config) if content_key is not None else []
-        cache = self._begin(prompts, namespace, num_computed, why, is_unknown=is_unknown, stops=stops if beside else [])
-        if stops and not beside:
-            prompts.check_known(cache.get_seq_length(), stops)
+        namespace = Namespace(self._current_identity(), salt)
+        cache = self._lookups.cache_for(request, namespace, copies=copies, reuse=reuse, share=share)
         with self._lock:
-            self._counts.add_lookup(prompts, cache.origin)
-        if copies == 1:
-            return cache
-        if reuse and cache.get_seq_length() < prompts.num_columns - 1:
-            prefill(self.model, cache, input_ids=input_ids, attention_mask=attention_mask, **inputs)
-        return cache.fork(copies)
+            self._counts.add_lookup(request.prompts, cache.origin)
+        return cache
 
     def commit(self, cache: PagedCache, output: Any) -> int:
         """Makes known what a cache from `cache_for` holds.
@@ -194,13 +216,11 @@ class BlockStore:
             )
         cache.check_finished()
         sequences = getattr(output, "sequences", output)
-        rows = origin.known_rows(table.seq_lens.tolist(), sequences, *ends_and_pads(self.model.generation_config, {}))
+        ends, pads = ends_and_pads(self.model.generation_config, {})
+        rows = origin.known_rows(table.num_columns, table.seq_lens.tolist(), sequences, ends, pads)
+        images = placeholders(self.model.config)
         with self._lock:
-            root = self._tree(origin.namespace)
-            for row, tokens in enumerate(rows):
-                self._known.add(cache.groups, row, root, tokens)
-            self._known.let_go_of_past(cache.groups)
-            num_tokens = sum(len(tokens) for tokens in rows)
+            num_tokens = self._prompts.add(cache.groups, origin.namespace, rows, origin.spans, images)
             self._counts.committed_tokens += num_tokens
             cache.origin = origin.committed(rows)
         return num_tokens
@@ -216,7 +236,7 @@ class BlockStore:
             input_ids: `[tokens]` or `[1, tokens]`: a system prompt, or a document.
 
         Raises:
-            InvalidArgumentError: it is a batch.
+            InvalidArgumentError: it is a batch, or has tokens that stand for images.
             OutOfBlocks: it does not fit beside what other caches hold.
         """
         if isinstance(input_ids, torch.Tensor) and input_ids.ndim == 1:
@@ -224,10 +244,13 @@ class BlockStore:
         prompts = read_prompts(input_ids, None)
         if len(prompts.rows) != 1:
             raise InvalidArgumentError(f"pin takes one prompt, not a batch of {len(prompts.rows)}")
-        if self._never:
-            raise UnsupportedError(f"nothing can be pinned: {self._never}")
-        namespace = Namespace(self._current_identity(), salt, None)
-        cache = self._compute(prompts.rows[0], namespace)
+        why = self._never or why_not_now(self.model)
+        if why:
+            raise UnsupportedError(f"nothing can be pinned: {why}")
+        if runs_of(prompts.rows[0], placeholders(self.model.config)):
+            raise InvalidArgumentError("pin takes text, but the prompt has tokens that stand for images or the like")
+        namespace = Namespace(self._current_identity(), salt)
+        cache = self._lookups.compute(prompts.rows[0], namespace)
         with self._lock:
             pin = Pin(cache, self._pins)
         return pin
@@ -241,10 +264,7 @@ class BlockStore:
         with self._lock:
             for pin in list(self._pins.values()):
                 pin.release()
-            for root in self._trees.values():
-                self._known.remove(root)
-            self._trees.clear()
-            self._known.detach()
+            self._prompts.clear()
             for group in self._root.groups:
                 group.pool.give_back_memory()
 
@@ -271,7 +291,7 @@ class BlockStore:
         """Writes what is known with the present model to a file, for `load`.
 
         A file that is there is replaced when the new one is whole and on the disk, and stays if anything goes wrong.
-        Salts and content keys are in the file as text, and tokens can be read from it like the prompts themselves.
+        Salts and extra keys are in the file as text, and tokens can be read from it like the prompts themselves.
         Other calls may go on meanwhile, but what is being saved cannot make room for their blocks.
 
         Args:
@@ -282,11 +302,9 @@ class BlockStore:
         """
         identity = self._identity.current()
         with self._lock:
-            trees = {space: root for space, root in self._trees.items() if space.identity == identity}
-            held = self._known.hold(list(trees.values()))
+            held, salts, names = self._prompts.hold(identity)
         try:
-            names = [(space.salt, space.content_key) for space in trees]
-            write_store_file(path, identity, names, held.kinds, held.runs, held.tensors)
+            write_store_file(path, identity, salts, names, held.kinds, held.runs, held.tensors)
         finally:
             with self._lock:
                 held.release()
@@ -313,8 +331,7 @@ class BlockStore:
         identity = store._identity.current()
         file.check_identity(identity)
         store._dtype = identity.dtype
-        store._trees = {Namespace(identity, *names): store._known.index.new_root() for names in file.trees}
-        store._known.attach(file, list(store._trees.values()), partial(layer_device, model))
+        store._prompts.attach(file, identity, partial(layer_device, model))
         return store
 
     def stats(self) -> StoreStats:
@@ -338,95 +355,8 @@ class BlockStore:
 
     def runs(self) -> list[KnownRun]:
         """What is known, block by block: a run of tokens comes after the one that it follows."""
-        runs: list[KnownRun] = []
         with self._lock:
-            for namespace, root in self._trees.items():
-                places: dict[PrefixNode | None, int | None] = {root: None}
-                for node in self._known.index.runs_after(root):
-                    places[node] = len(runs)
-                    is_held = self._known.is_held(node)
-                    parent = places[node.parent]
-                    runs.append(KnownRun(tokens_of(node.run), parent, is_held, namespace.salt, namespace.content_key))
-        return runs
-
-    def _begin(
-        self,
-        prompts: Prompts,
-        namespace: Namespace,
-        num_computed: int = 0,
-        why: str = "",
-        *,
-        is_unknown: bool = False,
-        stops: Sequence[int] = (),
-    ) -> PagedCache:
-        """A cache with what is known of the prompts.
-
-        Args:
-            num_computed: tokens that this very call has computed and made known.
-            why: why nothing may be looked up; empty if it may.
-            is_unknown: whether nothing may become known of it either.
-            stops: tokens before which the part that is looked up ends.
-        """
-        with self._lock:
-            cache = self._root.fork()
-            for group in cache.groups:
-                group.keeps_past = not is_unknown
-            matches = [] if why else self._known.match(self._tree(namespace), prompts, stops)
-            num_columns, why_less = self._known.common_columns(prompts, matches), why
-            try:
-                padding = self._adopt(cache, prompts, matches, num_columns)
-            except OutOfBlocks:
-                why_less = "there is no room for what would have to be read from the file"
-                num_columns = self._known.common_columns(prompts, matches, in_memory=True)
-                padding = self._adopt(cache, prompts, matches, num_columns)
-            reused = max(int((num_columns - padding).sum()) - num_computed, 0)
-        cache.origin = Origin(self._known, namespace, prompts.rows, prompts.padding, reused, why_less, is_unknown)
-        return cache
-
-    def _adopt(self, cache: PagedCache, prompts: Prompts, matches: Sequence[Match], num_columns: int) -> np.ndarray:
-        """Lets an empty cache begin with the first columns of the prompts; how many of them are padding in each row,
-        int32 `[num_rows]`."""
-        padding = np.minimum(prompts.padding, num_columns).astype(np.int32)
-        if num_columns:
-            self._known.begin(cache.groups, matches, num_columns, padding)
-        return padding
-
-    def _compute_parts(self, prompts: Prompts, namespace: Namespace) -> int:
-        """Computes what rows share or lack, where it pays.
-
-        Returns:
-            How many tokens that was.
-        """
-        if len(prompts.rows) == 1:
-            return 0
-        with self._lock:
-            matches = self._known.match(self._tree(namespace), prompts)
-            known = [
-                self._known.usable_tokens(match, len(tokens) - 1)
-                for match, tokens in zip(matches, prompts.rows, strict=True)
-            ]
-        parts = plan_parts(prompts.rows, known, prompts.padding.tolist(), least_saved=self._root.block_size)
-        num_computed, caches = 0, []
-        for row, num_tokens in parts:
-            try:
-                cache = self._compute(prompts.rows[row][:num_tokens], namespace)
-            except OutOfBlocks:
-                break
-            caches.append(cache)  # so that a later part does not take its blocks
-            num_computed += num_tokens - cache.origin.reused_tokens
-        return num_computed
-
-    def _compute(self, tokens: np.ndarray, namespace: Namespace) -> PagedCache:
-        """Computes and makes known all of `tokens`; the cache that holds them."""
-        # One more, for which `generate` may go on; what it is does not matter.
-        ids = torch.from_numpy(np.append(tokens, tokens[-1:]))[None].to(self.model.device)
-        prompts = read_prompts(ids, None)
-        cache = self._begin(prompts, namespace)
-        if cache.get_seq_length() < len(tokens):
-            prefill(self.model, cache, input_ids=ids, attention_mask=torch.ones_like(ids))
-            with self._lock:
-                self._known.add(cache.groups, 0, self._tree(namespace), tokens)
-        return cache
+            return self._prompts.runs()
 
     def _current_identity(self) -> Identity:
         """What the model is now. Blocks are made for one dtype, so with another all are given up."""
@@ -436,9 +366,3 @@ class BlockStore:
                 self.clear()
             self._dtype = identity.dtype
         return identity
-
-    def _tree(self, namespace: Namespace) -> PrefixNode:
-        if namespace not in self._trees:
-            self._trees = {known: root for known, root in self._trees.items() if root.children is not None}
-            self._trees[namespace] = self._known.index.new_root()
-        return self._trees[namespace]

@@ -2,7 +2,7 @@
 
 A safetensors file. What identifies the model and tells what is there is in its metadata, the rest are tensors:
 
-    runs.tokens                int32 [runs, block_size]   token runs, each after the one that it follows
+    runs.tokens                int32 [runs, block_size]   token runs, each after the one that it follows; names below 0
     runs.num_tokens            int64 [runs]               tokens of each
     runs.parent, runs.tree     int64 [runs]               the run before (-1: none), the tree
     runs.places                int64 [kinds, runs]        where its block of each kind stands in the planes (-1: none)
@@ -20,7 +20,7 @@ import json
 import os
 import secrets
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
@@ -32,11 +32,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hf_paged_cache.errors import StoreFileError
+from hf_paged_cache.extra_keys import Name
 from hf_paged_cache.identity import Identity, kv_of_text
 from hf_paged_cache.store_format import DTYPE_NAMES, Runs, SavedKind
 
 FORMAT = "hf_paged_cache.BlockStore"
-VERSION = "1"
+VERSION = "2"
 """Of the layout of the file; raise it when anything in it gets another meaning."""
 
 _INDEX_DTYPES = {"tokens": torch.int32}  # of the others int64
@@ -68,7 +69,8 @@ class StoreFile:
         path: the file.
         identity: what its keys and values depend on beside their tokens.
         kv: how they are stored, as `BlockStore` takes it.
-        trees: salt and content key of each tree.
+        salts: the salt of each tree.
+        names: what numbers below zero stand for in the runs.
         kinds: the kinds of blocks.
         runs: the token runs.
 
@@ -91,12 +93,14 @@ class StoreFile:
         try:
             self.identity = Identity.from_json(metadata["identity"])
             self.kv = kv_of_text(self.identity.codec)
-            self.trees = [(salt, content_key) for salt, content_key in json.loads(metadata["trees"])]
+            self.salts: list[str | None] = [*json.loads(metadata["salts"])]
+            self.names = {number: Name(*name) for number, name in json.loads(metadata["names"])}
             self.kinds = [SavedKind.from_json(kind) for kind in json.loads(metadata["kinds"])]
             self.runs = Runs(*(self._file.get_tensor(f"runs.{name}").numpy().copy() for name in Runs._fields))
         except (LookupError, TypeError, ValueError, AttributeError, SafetensorError) as error:
             raise self._error(f"cannot be understood ({type(error).__name__}: {error})") from error
-        if not self.runs.are_sound(len(self.kinds), len(self.trees), self.identity.block_size):
+        is_sound = self.runs.are_sound(len(self.kinds), len(self.salts), self.identity.block_size)
+        if not is_sound or not {*self.runs.tokens[self.runs.tokens < 0].tolist()} <= {*self.names}:
             raise self._error("has an index that refers to what is not there")
 
     def check_identity(self, identity: Identity) -> None:
@@ -145,7 +149,8 @@ class StoreFile:
 def write_store_file(
     path: str | os.PathLike[str],
     identity: Identity,
-    trees: Sequence[tuple[str | None, str | None]],
+    salts: Sequence[str | None],
+    names: Mapping[int, Name],
     kinds: Sequence[SavedKind],
     runs: Runs,
     planes: Sequence[TensorToWrite],
@@ -155,7 +160,8 @@ def write_store_file(
     Args:
         path: the file.
         identity: what the keys and values depend on beside their tokens.
-        trees: salt and content key of each tree.
+        salts: the salt of each tree.
+        names: what numbers below zero stand for in the runs.
         kinds: the kinds of blocks.
         runs: the token runs.
         planes: the planes of each layer and kind, named by `SavedKind.plane_name`.
@@ -168,7 +174,8 @@ def write_store_file(
         "version": VERSION,
         # Another process has not changed its model yet.
         "identity": replace(identity, generation=0).to_json(),
-        "trees": json.dumps(trees),
+        "salts": json.dumps(salts),
+        "names": json.dumps([*names.items()]),
         "kinds": json.dumps([kind.as_json() for kind in kinds]),
     }
     header: dict[str, Any] = {"__metadata__": metadata}

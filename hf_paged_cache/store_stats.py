@@ -16,14 +16,15 @@ class KnownRun:
         tokens: int64 `[n]`.
         parent: place of the run before it in the list; `None` at the beginning of a prompt.
         is_held: whether a cache, a session or a pin holds its block, so that it is not given up.
-        salt, content_key: under which it is found.
+        salt: under which it is found.
+        extra_keys: keys of what some of the tokens stand for, such as images.
     """
 
     tokens: np.ndarray
     parent: int | None
     is_held: bool
     salt: str | None
-    content_key: str | None
+    extra_keys: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Counts:
     committed_tokens: int = 0
 
     def add_lookup(self, prompts: Prompts, origin: Origin) -> None:
+        """Counts the prompts that a cache was made for."""
         self.lookups += len(prompts.rows)
         self.lookup_tokens += sum(len(tokens) for tokens in prompts.rows)
         self.hit_tokens += origin.reused_tokens

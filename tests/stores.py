@@ -50,15 +50,15 @@ def saved_and_loaded(store: BlockStore, path: Path) -> BlockStore:
 
 
 def nodes_of(store: BlockStore) -> dict[tuple[Any, ...], PrefixNode]:
-    """All runs of a store by salt, content key and all tokens up to their end."""
+    """All runs of a store by salt and all tokens, as they are named, up to their end."""
     found = {}
-    for space, root in store._trees.items():
+    for space, root in store._prompts.trees.items():
         for node in store._known.index.runs_after(root):
             runs, before = [], node
             while before.parent is not None:
                 runs.append(before.run)
                 before = before.parent
-            found[space.salt, space.content_key, b"".join(reversed(runs))] = node
+            found[space.salt, b"".join(reversed(runs))] = node
     return found
 
 

@@ -255,6 +255,24 @@ def test_a_finalizer_may_release_in_the_middle_of_anything():
     assert states(allocator) == {"free": 2, "reusable": 0, "referenced": 3}
 
 
+def test_allocators_with_one_clock_tell_whose_blocks_were_released_longest_ago():
+    first, second = BlockAllocator(9), BlockAllocator(9)
+    first.clock = second.clock
+    blocks = [allocator.allocate(2) for allocator in (first, second, first)]
+    for allocator, block_ids in zip((first, second, first), blocks, strict=True):
+        allocator.retain(block_ids.tolist())
+    rows = held(second, blocks[1])
+    second.release(blocks[1])  # the table alone holds them
+    second.release_later(rows)  # takes effect later, but was let go of now
+    first.release(blocks[2])
+    first.release(blocks[0])
+    assert second.num_reusable == 2
+    assert second.oldest < first.oldest
+    second.acquire(blocks[1])
+    second.release(blocks[1])
+    assert first.oldest < second.oldest
+
+
 class TestChangesThatAreGivenUp:
     def test_what_was_taken_is_free_again(self):
         allocator = BlockAllocator(6)

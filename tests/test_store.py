@@ -7,6 +7,7 @@ import gc
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,8 +36,9 @@ from hf_paged_cache import (
     UnsupportedError,
 )
 from hf_paged_cache.prefill import CACHE_ARGUMENT
+from hf_paged_cache.prefix import tokens_of
 from tests.conftest import FIRST_WORD, VOCABULARY
-from tests.stores import SIZE, check_unheld, generate, make_store
+from tests.stores import INT4, SIZE, check_unheld, generate, make_store, nodes_of
 
 
 def words(*shape: int, seed: int = 0) -> Tensor:
@@ -314,6 +316,19 @@ class TestCommit:
         assert reused == 15
         assert torch.equal(output, cold(model, ids))
 
+    def test_an_output_that_is_longer_than_what_was_generated_is_refused(self, llama):
+        model, store, ids = llama(), make_store(llama()), words(1, 40)
+        cache = store.cache_for(ids)
+        output = generate(model, cache, ids)
+        longer = torch.cat([output, words(1, 1, seed=1)], dim=1)
+        with pytest.raises(InvalidArgumentError, match="47 tokens, but the cache holds 45"):
+            store.commit(cache, longer)
+        cache.crop(-3)
+        with pytest.raises(InvalidArgumentError, match="After `crop`, pass what is left"):
+            store.commit(cache, output)
+        assert store.stats().runs_known == 0
+        assert store.commit(cache, output[:, :42]) == 42
+
     def test_what_was_committed_stays_what_the_cache_begins_with(self, llama):
         model, store, ids = llama(), make_store(llama()), words(1, 40)
         cache = store.cache_for(ids)
@@ -458,7 +473,7 @@ class TestIdentity:
 
     def test_salts_and_contents_are_apart(self, llama):
         store, ids = make_store(llama()), words(1, 40)
-        keys = [{}, {"salt": "a"}, {"salt": "b"}, {"content_key": "a"}, {"salt": "a", "content_key": "a"}]
+        keys = [{}, {"salt": "a"}, {"salt": "b"}, {"extra_key": "a"}, {"salt": "a", "extra_key": "a"}]
         for key in keys:
             cache = store.cache_for(ids, **key)
             assert cache.get_seq_length() == 0
@@ -476,9 +491,42 @@ class TestIdentity:
         assert store.cache_for(ids, adapter_names=["a"]).get_seq_length() == 0
         cache = store.cache_for(ids, pixel_values=torch.zeros(1, 3, 4, 4), token_type_ids=torch.zeros_like(ids))
         assert cache.get_seq_length() == 0
-        assert cache.stats().why == "the input has pixel_values beside tokens, and no content_key= that names them"
+        assert cache.stats().why == "the input has pixel_values beside tokens, and no tokens that stand for them"
         assert store.commit(cache, ids) == 0
         assert store.cache_for(ids, token_type_ids=torch.zeros_like(ids)).get_seq_length() == 39
+
+    def test_negative_prompts_have_a_cache_of_their_own(self, model):
+        store, ids, negative = make_store(model), words(1, 40), words(1, 25, seed=5)
+        options = {"guidance_scale": 2.0, "negative_prompt_ids": negative, "max_new_tokens": 6, "do_sample": False}
+        options["negative_prompt_attention_mask"] = mask = torch.ones_like(negative)
+        expected = cold(model, ids, **options)
+        assert not torch.equal(expected, cold(model, ids))
+        for reused in (0, 39, 39):
+            chat = store.session()
+            output = chat.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            assert torch.equal(output, expected)
+            assert chat.cache.stats().reused_tokens == reused
+        assert mask.shape == negative.shape
+
+    def test_adapters_that_apply_from_certain_tokens_on_are_not_reused(self, llama):
+        model = copy.deepcopy(llama())
+        store, ids = make_store(model), words(1, 40)
+        turn(store, ids)
+        model.peft_config = {"a": SimpleNamespace(alora_invocation_tokens=[9, 10]), "b": SimpleNamespace()}
+        model.active_adapters = lambda: ["b"]
+        assert turn(store, ids)[1] == 39
+        model.active_adapters = lambda: ["a"]
+        cache = store.cache_for(ids)
+        assert cache.stats().why == "adapter 'a' applies from its invocation tokens on, so keys depend on what follows"
+        assert (cache.get_seq_length(), store.commit(cache, ids)) == (0, 0)
+        with pytest.raises(UnsupportedError, match="invocation tokens"):
+            store.pin(ids)
+
+
+def _begins(ids: Tensor, run: bytes) -> bool:
+    """Whether a prompt begins with these tokens, as the index has them."""
+    known = torch.from_numpy(tokens_of(run))[: ids.shape[1]]
+    return torch.equal(ids[0, : len(known)], known)
 
 
 class TestMemory:
@@ -514,6 +562,35 @@ class TestMemory:
         assert store.stats().blocks_known == 0
         assert store.evict(10**9) == 0
         check_unheld(store)
+
+    @pytest.mark.parametrize("kv", ["raw", INT4])
+    def test_eviction_is_by_age_whatever_kind_of_layers_a_block_is_of(self, windowed, kv):
+        """Two prompts let go of in turn: nothing of the younger one goes before the older one is gone."""
+        model = windowed(["sliding_attention", "full_attention", "sliding_attention"], window=20)
+        store, old, young = make_store(model, kv=kv), words(1, 64, seed=1), words(1, 64, seed=2)
+        turn(store, old)
+        turn(store, young)
+        kinds = store._known.allocators
+        of_young = [
+            {node.blocks[kind] for key, node in nodes_of(store).items() if _begins(young, key[-1])} - {0}
+            for kind in range(len(kinds))
+        ]
+        assert all(of_young)
+        gone: list[bool] = []
+        while any(allocator.num_reusable for allocator in kinds):
+            before = [allocator._retained.copy() for allocator in kinds]
+            store.evict(1)
+            for kind, allocator in enumerate(kinds):
+                gone += [block in of_young[kind] for block in before[kind] - allocator._retained]
+        assert gone == sorted(gone)
+        assert 0 < sum(gone) < len(gone)
+
+    def test_memory_for_less_than_a_block_is_refused(self, llama):
+        with pytest.raises(InvalidArgumentError, match=r"memory=1,024 bytes .* 16 tokens in 3 layers.* 6,144 bytes"):
+            make_store(llama(), memory=1024)
+        with pytest.raises(InvalidArgumentError, match="fewer bits"):
+            make_store(llama(), memory=4096, kv="int4")
+        make_store(llama(), memory=6144)
 
     def test_pins_stay(self, model):
         store, system = make_store(model), words(1, 40)
@@ -569,7 +646,7 @@ def test_runs_show_what_is_known_and_held(llama):
     assert sorted((len(run.tokens), run.parent, run.is_held) for run in runs[1:]) == sorted(
         [(SIZE, 0, False), (5, 1 + (len(runs[1].tokens) != SIZE), False), (9, 0, True)]
     )
-    assert {(run.salt, run.content_key) for run in runs} == {("me", None)}
+    assert {(run.salt, run.extra_keys) for run in runs} == {("me", ())}
     assert runs[0].is_held
 
 
@@ -610,6 +687,14 @@ class TestSessions:
         chat.close()
         store.evict(10**9)
         assert store.cache_for(output, salt="me").get_seq_length() == 0
+
+
+@pytest.mark.parametrize("copying", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_holds_blocks_of_a_store_cannot_be_copied(llama, copying):
+    store = make_store(llama())
+    for thing in (store, store.session(), store.pin(words(1, 20))):
+        with pytest.raises(UnsupportedError, match=rf"a {type(thing).__name__} cannot be copied .*store\.save\(path\)"):
+            copying(thing)
 
 
 def test_a_cache_of_a_store_is_not_pickled(llama):
@@ -687,14 +772,14 @@ class TestModels:
         model.config.image_token_id = image = FIRST_WORD
         store, ids = make_store(model), words(1, 40).clamp(min=FIRST_WORD + 1)
         ids[0, 10:20] = image
-        pixels = {"pixel_values": torch.zeros(1, 3, 4, 4), "content_key": "a"}
+        pixels = {"pixel_values": torch.zeros(1, 3, 4, 4), "extra_key": "a"}
         cache = store.cache_for(ids, **pixels)
         output = generate(model, cache, ids)
         store.commit(cache, output)
         assert store.cache_for(output, **pixels).stats().reused_tokens == 10
-        assert store.cache_for(output, content_key="a").stats().reused_tokens == 45
+        assert store.cache_for(output, extra_key="a").stats().reused_tokens == 45
         with pytest.raises(InvalidArgumentError, match="10 tokens of the prompt stand for images"):
-            store.cache_for(output, content_key="b")
+            store.cache_for(output, extra_key="b")
 
     @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
     def test_keys_that_depend_on_the_length_are_not_reused(self, llama, rope_type):

@@ -127,9 +127,9 @@ class TestRoundTrip:
         assert answer(loaded, tokens(90)) == answer(store, tokens(90))
         assert loaded._identity.current() == store._identity.current()
 
-    def test_salts_and_content_keys_stay_apart(self, model, tokens, path):
+    def test_salts_and_extra_keys_stay_apart(self, model, tokens, path):
         store = make_store(model)
-        spaces = [{}, {"salt": "a"}, {"salt": "b"}, {"content_key": "a"}, {"salt": "a", "content_key": "b"}]
+        spaces = [{}, {"salt": "a"}, {"salt": "b"}, {"extra_key": "a"}, {"salt": "a", "extra_key": "b"}]
         for number, space in enumerate(spaces):
             learn(store, tokens(20 + 10 * number), **space)
         loaded = saved_and_loaded(store, path)

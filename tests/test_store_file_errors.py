@@ -81,10 +81,10 @@ class TestRefusal:
 
     def test_another_version(self, saved, model):
         rewrite(saved, lambda metadata: metadata | {"version": "7"})
-        with pytest.raises(StoreFileError, match=r"version 7 .* not 1.*Save the store again"):
+        with pytest.raises(StoreFileError, match=r"version 7 .* not 2.*Save the store again"):
             BlockStore.load(saved, model, memory="4MiB")
 
-    @pytest.mark.parametrize("missing", ["identity", "trees", "kinds"])
+    @pytest.mark.parametrize("missing", ["identity", "salts", "names", "kinds"])
     def test_missing_metadata(self, missing, saved, model):
         rewrite(saved, lambda metadata: {name: text for name, text in metadata.items() if name != missing})
         with pytest.raises(StoreFileError, match="cannot be understood"):
@@ -93,6 +93,7 @@ class TestRefusal:
     @pytest.mark.parametrize(
         ("name", "value"),
         [
+            ("tokens", -1),
             ("num_tokens", 0),
             ("num_tokens", SIZE + 1),
             ("parent", 2),
