@@ -34,6 +34,12 @@ class BlockRows:
         self.allocator.release(self.ids[entries])
         self.ids[entries] = 0
 
+    def num_freed_by(self, entries: np.ndarray) -> int:
+        """Blocks that nobody holds any more after `release(entries)`."""
+        block_ids, given_back = np.unique(self.ids[entries], return_counts=True)
+        is_freed = (block_ids != 0) & (self.allocator.references(block_ids) == given_back)
+        return int(is_freed.sum())
+
     def replace(self, entries: tuple[np.ndarray, np.ndarray], block_ids: np.ndarray) -> None:
         """Puts `block_ids` `[n]`, which the caller has taken, in the place of the entries (rows `[n]`, logical blocks
         `[n]`)."""

@@ -104,18 +104,16 @@ class LayerGroup:
 
     @_locked
     def check_room(self, num_new: int, attended: np.ndarray | None, *, keep_past: bool) -> None:
-        """Checks that the next step fits the limits of the pool, before any layer runs.
+        """Checks that the next step fits the limits of the pool, before any layer runs. Nothing changes.
+
+        What a store's caches keep beyond their window does not count as room: no cache that is checked keeps any.
 
         Raises:
             OutOfBlocks: it does not.
         """
-        self._give_up_old_tokens()
-        self._with_or_without_past(
-            lambda keep_past: self.pool.check_room(
-                *self.table.blocks_to_extend(num_new, attended, keep_past=keep_past)
-            ),
-            keep_past,
-        )
+        count, hot_count = self.table.blocks_to_extend(num_new, attended, keep_past=keep_past)
+        freed, hot_freed = self.table.blocks_to_give_up()
+        self.pool.check_room(max(count - freed, 0), max(hot_count - hot_freed, 0))
 
     def stored(self, layer_idx: int) -> StepMetadata:
         """A step without new tokens, to read what a layer has been given; the same one until that changes."""

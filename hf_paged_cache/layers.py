@@ -7,7 +7,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from hf_paged_cache.codecs import Geometry
-from hf_paged_cache.errors import InvalidArgumentError, UnsupportedError
+from hf_paged_cache.errors import InvalidArgumentError, UnsupportedAccessError, UnsupportedError
 from hf_paged_cache.groups import LayerGroup
 from hf_paged_cache.lazy import KVSource, LazyKV
 
@@ -42,10 +42,28 @@ class PagedLayer(CacheLayerMixin):
         """Keys of the kept columns, `[batch, num_kv_heads, columns, key_dim]`; `None` before the first ones."""
         return self._stored("key")
 
+    @keys.setter
+    def keys(self, states: Any) -> NoReturn:
+        self._refuse_assignment("keys")
+
     @property
     def values(self) -> LazyKV | None:
         """Values of the kept columns, `[batch, num_kv_heads, columns, value_dim]`; `None` before the first ones."""
         return self._stored("value")
+
+    @values.setter
+    def values(self, states: Any) -> NoReturn:
+        self._refuse_assignment("values")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the keys that the layer was given, whatever they are stored in."""
+        return self._geometry("dtype").key_dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the layer's blocks."""
+        return self._geometry("device").device
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Makes the layer's pool for keys and values of that shape, `[batch, num_kv_heads, any, dim]`."""
@@ -133,6 +151,20 @@ class PagedLayer(CacheLayerMixin):
             f"the layers of a PagedCache share their block table, so `{method}` works on all of them: call "
             f"`cache.{method}(...)` instead of `cache.layers[{self.layer_idx}].{method}(...)`"
         )
+
+    def _refuse_assignment(self, part: str) -> NoReturn:
+        raise UnsupportedAccessError(
+            f"cache.layers[{self.layer_idx}].{part} cannot be set: keys and values are in blocks, which other rows and "
+            "caches may share. For other content take a new PagedCache(model.config) and fill it with "
+            "`cache.update(keys, values, layer_idx)`; to remove tokens use `cache.crop(-n)`, to choose rows "
+            "`cache.batch_select_indices(rows)`"
+        )
+
+    def _geometry(self, name: str) -> Geometry:
+        pool = self.group.pool.layers.get(self.layer_idx)
+        if pool is None:
+            raise UnsupportedAccessError(f"layer {self.layer_idx} has no {name} before its first keys and values")
+        return pool.geometry
 
     def _check(self, key: torch.Tensor, value: torch.Tensor) -> None:
         if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:

@@ -67,13 +67,6 @@ def read_prompts(input_ids: Any, attention_mask: Any) -> Prompts:
     return Prompts(rows, padding, ids.shape[1], why)
 
 
-def ends_and_pads(generation_config: Any, options: Mapping[str, Any]) -> list[list[int]]:
-    """The tokens that end an answer, and those that fill rows up, as `generate` has them with these options."""
-    config = options.get("generation_config") or generation_config
-    tokens = [options.get(name, getattr(config, name, None)) for name in ("eos_token_id", "pad_token_id")]
-    return [[] if token is None else token if isinstance(token, list) else [token] for token in tokens]
-
-
 def inferred_mask(input_ids: Any, pads: Sequence[int], ends: Sequence[int]) -> torch.Tensor | None:
     """The attention mask that `generate` takes where it is given none: `None` unless there are pad tokens, and these do
     not end answers too."""

@@ -16,10 +16,11 @@ from hf_paged_cache.errors import CacheStateError, InvalidArgumentError, OutOfBl
 from hf_paged_cache.identity import Identity, Namespace
 from hf_paged_cache.known_blocks import KnownBlocks
 from hf_paged_cache.model_identity import ModelIdentity
+from hf_paged_cache.options import generate_options
 from hf_paged_cache.origin import Origin
 from hf_paged_cache.prefill import prefill
 from hf_paged_cache.prefix import Match, PrefixNode, tokens_of
-from hf_paged_cache.prompts import Prompts, ends_and_pads, inferred_mask, inputs_beside_tokens, read_prompts
+from hf_paged_cache.prompts import Prompts, inferred_mask, inputs_beside_tokens, read_prompts
 from hf_paged_cache.resumable import counts_columns, layer_device, placeholders, why_never
 from hf_paged_cache.session import Pin, Session
 from hf_paged_cache.sharing import plan_parts
@@ -129,7 +130,7 @@ class BlockStore:
         if not is_integer(copies) or copies < 1:
             raise InvalidArgumentError(f"copies={copies!r}: expected at least 1")
         if attention_mask is None:
-            ends, pads = ends_and_pads(self.model.generation_config, inputs)
+            ends, pads = generate_options(self.model, inputs).ends_and_pads
             attention_mask = inferred_mask(input_ids, pads, ends)
         prompts = read_prompts(input_ids, attention_mask)
         beside = inputs_beside_tokens(inputs)
@@ -194,7 +195,7 @@ class BlockStore:
             )
         cache.check_finished()
         sequences = getattr(output, "sequences", output)
-        rows = origin.known_rows(table.seq_lens.tolist(), sequences, *ends_and_pads(self.model.generation_config, {}))
+        rows = origin.known_rows(table.seq_lens.tolist(), sequences, *generate_options(self.model, {}).ends_and_pads)
         with self._lock:
             root = self._tree(origin.namespace)
             for row, tokens in enumerate(rows):

@@ -139,6 +139,15 @@ class BlockTable:
         need = self._need(num_new, attended, keep_past)
         return need.count, 0 if self.hot is None else need.hot_count
 
+    def blocks_to_give_up(self) -> tuple[int, int]:
+        """Blocks and hot blocks that are free once what has left the window and the hot window is given back."""
+        entries = self._unkept_entries()
+        freed = self._rows.num_freed_by(entries)
+        if self.hot is None:
+            return freed, 0
+        entries[self.hot.due(self.seq_lens)] = True
+        return freed, self.hot.rows.num_freed_by(entries)
+
     def blocks_to_seal(self) -> tuple[tuple[np.ndarray, np.ndarray], Pairs]:
         """The hot blocks that are to be quantized before the next step: their entries (rows `[n]`, logical blocks
         `[n]`) for `drop_hot`, and their `hot_pairs`."""
@@ -173,11 +182,19 @@ class BlockTable:
         """Gives back the blocks before `first_kept_column`. Done before a step, so that the step can be undone."""
         if self.window is None:
             return
-        unkept = np.maximum(self.first_kept_column - self.padding, 0) // self.block_size
+        unkept = self._unkept_blocks()
         if (unkept > self._freed_blocks).any():
-            self._release(np.arange(self.block_ids.shape[1])[None] < unkept[:, None])
+            self._release(self._unkept_entries())
             self._freed_blocks = np.maximum(self._freed_blocks, unkept).astype(np.int32)
             self.generation += 1
+
+    def _unkept_blocks(self) -> np.ndarray:
+        """How many blocks of each row, int32 `[num_rows]`, are before `first_kept_column`."""
+        return np.maximum(self.first_kept_column - self.padding, 0) // self.block_size
+
+    def _unkept_entries(self) -> np.ndarray:
+        """These blocks as bool `[num_rows, width]`."""
+        return np.arange(self.block_ids.shape[1])[None] < self._unkept_blocks()[:, None]
 
     def restrict_to_window(self) -> None:
         """Gives up the columns that no later step looks back at; `crop` cannot return to them any more."""
