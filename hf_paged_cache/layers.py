@@ -55,16 +55,6 @@ class PagedLayer(CacheLayerMixin):
     def values(self, states: Any) -> NoReturn:
         self._refuse_assignment("values")
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the keys that the layer was given, whatever they are stored in."""
-        return self._geometry("dtype").key_dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the layer's blocks."""
-        return self._geometry("device").device
-
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Makes the layer's pool for keys and values of that shape, `[batch, num_kv_heads, any, dim]`."""
         with self.group.pool.lock:
@@ -159,12 +149,6 @@ class PagedLayer(CacheLayerMixin):
             "`cache.update(keys, values, layer_idx)`; to remove tokens use `cache.crop(-n)`, to choose rows "
             "`cache.batch_select_indices(rows)`"
         )
-
-    def _geometry(self, name: str) -> Geometry:
-        pool = self.group.pool.layers.get(self.layer_idx)
-        if pool is None:
-            raise UnsupportedAccessError(f"layer {self.layer_idx} has no {name} before its first keys and values")
-        return pool.geometry
 
     def _check(self, key: torch.Tensor, value: torch.Tensor) -> None:
         if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:

@@ -45,6 +45,17 @@ class MaskRequest(NamedTuple):
     forward: FrameType
 
     @property
+    def has_positions_of_the_caller(self) -> bool:
+        """Whether the positions were passed to the model, as `generate` does. Some models that are given none begin at
+        0 in every pass, whatever cache they have."""
+        frame, outermost = self.forward, self.position_ids
+        while frame is not None:
+            if "position_ids" in frame.f_locals:
+                outermost = frame.f_locals["position_ids"]
+            frame = _find(frame.f_back, "forward")
+        return outermost is not None
+
+    @property
     def is_running(self) -> bool:
         """Whether the caller runs inside that call of `forward`; not if it has failed, and another one was begun."""
         frame = sys._getframe(1)
@@ -88,10 +99,14 @@ def prompt_without_new_tokens(request: MaskRequest, cache: Any) -> int | None:
     given = frame.f_locals.get("cache")
     if getattr(given, "self_attention_cache", given) is not cache:
         return None
-    num_new, input_ids = map(frame.f_locals.get, ("next_sequence_length", "input_ids"))
-    is_chunked = getattr(frame.f_locals.get("generation_config"), "prefill_chunk_size", None) is not None
-    if num_new is None or num_new > 0 or (num_new == 0 and is_chunked):  # 0 stands for `None` there
+    num_new, input_ids, attention_mask, config = map(
+        frame.f_locals.get, ("next_sequence_length", "input_ids", "attention_mask", "generation_config")
+    )
+    if num_new is None or num_new > 0:
         return None
+    if num_new == 0 and getattr(config, "prefill_chunk_size", None) is not None:  # where 0 may stand for `None`
+        mask_length = attention_mask.shape[1] if _is_tensor(attention_mask, 2) else frame.f_locals.get("mask_length")
+        return input_ids.shape[1] if mask_length == input_ids.shape[1] else None
     return input_ids.shape[1]
 
 

@@ -58,7 +58,7 @@ def check_request(request: MaskRequest, tables: Sequence[BlockTable], num_column
     for table in tables:
         check_mask(attention_mask, table, num_new)
     if position_ids is not None and _is_readable(position_ids, num_new):
-        check_positions(position_ids, attention_mask, num_columns, num_new)
+        check_positions(request, num_columns)
     elif num_columns:
         num_tokens = prompt_without_new_tokens(request, cache)
         if num_tokens is not None:
@@ -97,23 +97,16 @@ def check_mask(attention_mask: torch.Tensor | None, table: BlockTable, num_new: 
             )
 
 
-def check_positions(
-    position_ids: torch.Tensor, attention_mask: torch.Tensor | None, num_columns: int, num_new: int
-) -> None:
+def check_positions(request: MaskRequest, num_columns: int) -> None:
     """Checks that every new token stands behind the tokens that it follows, in the cache and in the pass.
 
     A position may be larger than the number of tokens before it: where padding is counted, or tokens were left out.
-
-    Args:
-        position_ids: int64 `[batch or 1, num_new]`
-        attention_mask: bool `[batch, num_columns + num_new or more]`; `None` for no padding.
-        num_columns: columns that the cache holds.
-        num_new: columns that are new.
 
     Raises:
         CacheStateError: the cache holds other tokens than those before the new ones.
         InvalidArgumentError: positions begin anew in the middle of a row.
     """
+    num_new, attention_mask, position_ids, _ = request
     if position_ids.shape[1] != num_new:
         if position_ids.shape[1] == 0:  # a prompt's chunks, behind all of its positions
             raise _stale_cache(f"no positions are left for {num_new} new tokens", num_columns)
@@ -129,7 +122,7 @@ def check_positions(
             return
         num_before = attended[:, :num_columns].sum(axis=1, keepdims=True) + np.cumsum(new, axis=1) - 1
         is_early = (positions < num_before) & new
-    if not is_early.any():
+    if not is_early.any() or not request.has_positions_of_the_caller:
         return
     row, column = (int(index) for index in np.argwhere(is_early)[0])
     expected = int(np.broadcast_to(num_before, is_early.shape)[row, column])
