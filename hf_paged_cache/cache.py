@@ -399,13 +399,13 @@ class PagedCache(FormerNames, DynamicCache):
     def _unreached_layers(self) -> list[int]:
         """Layers that have no tokens at all, while the first forward pass has given some to layers before them.
 
-        Cross-attention layers in the middle have none as long as there is no image.
+        Layers for images have none as long as there is no image.
         """
         if not any(group.began_empty for group in self._groups):
             return []
         lengths = {layer.layer_idx: layer.get_seq_length() for layer in self.layers if isinstance(layer, PagedLayer)}
         last_reached = max((idx for idx, length in lengths.items() if length), default=-1)
-        return [idx for idx in lengths if idx > last_reached]
+        return [idx for idx in lengths if idx > last_reached and idx not in self._image_layers]
 
     def _may_read_blocks(self) -> bool:
         """Whether the model's attention may know blocks: not known of a config that no model was made from.
@@ -419,8 +419,11 @@ class PagedCache(FormerNames, DynamicCache):
 
         The cross-attention layers of some vision-language models do: they are given image tokens.
         """
+        if layer.get_seq_length():
+            return
         group = layer.group
-        if layer.get_seq_length() or group.accepts(layer.layer_idx, num_new):
+        may_stay = layer.layer_idx not in self._image_layers or group not in self.groups
+        if may_stay and group.accepts(layer.layer_idx, num_new):
             return
         for other in self._groups[self._num_config_groups :]:
             if other.table.window == group.table.window and other.accepts(layer.layer_idx, num_new):
