@@ -3,6 +3,9 @@
 Importing the package makes the attention implementation `"hf_paged"` known to transformers.
 """
 
+from importlib import import_module
+from types import ModuleType
+
 from hf_paged_cache.attention import ATTENTION_NAME
 from hf_paged_cache.cache import PagedCache
 from hf_paged_cache.codecs import CODECS, KVQuant
@@ -13,6 +16,7 @@ from hf_paged_cache.errors import (
     OutOfBlocks,
     PagedCacheError,
     StoreFileError,
+    UnsupportedAccessError,
     UnsupportedError,
 )
 from hf_paged_cache.prefill import prefill
@@ -35,6 +39,14 @@ __all__ = [
     "PagedCacheError",
     "StoreFileError",
     "StoreStats",
+    "UnsupportedAccessError",
     "UnsupportedError",
     "prefill",
+    "small_models",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name == "small_models":  # not imported before it is asked for: it needs what loading models needs
+        return import_module("hf_paged_cache.small_models")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=None)

@@ -23,17 +23,19 @@ from hf_paged_cache.budget import MemoryBudget
 from hf_paged_cache.codecs import KVQuant, LayerCodecs
 from hf_paged_cache.config_layers import GroupFactory, paged_layers
 from hf_paged_cache.errors import CacheStateError, CropError, InvalidArgumentError, UnsupportedError
+from hf_paged_cache.former_names import FormerNames
 from hf_paged_cache.groups import LayerGroup, unfinished_pass
 from hf_paged_cache.layers import PagedLayer
 from hf_paged_cache.lazy import as_dense
 from hf_paged_cache.ledger import Change
+from hf_paged_cache.mask_request import MaskRequest, current_mask_request
 from hf_paged_cache.origin import Origin
-from hf_paged_cache.padding import Announcement, check_mask, current_mask_request
+from hf_paged_cache.padding import Announcement, check_request
 from hf_paged_cache.stats import CacheStats, collect, format_bytes
 from hf_paged_cache.tables import BlockTable
 
 
-class PagedCache(DynamicCache):
+class PagedCache(FormerNames, DynamicCache):
     """A KV cache in blocks, for `model.generate(**inputs, past_key_values=PagedCache(model.config))`.
 
     It is used as `DynamicCache` is, and gives the same result. Rows share blocks until they differ, so beam search,
@@ -104,11 +106,14 @@ class PagedCache(DynamicCache):
             self.layers = [DynamicLayer() for _ in self.layers]
         self.layers, self._groups = paged_layers(self.layers, config, self._factory)
         self._num_config_groups = len(self._groups)
+        # Layers that are given image tokens, and have none in a pass without an image.
+        self._image_layers = frozenset(getattr(self._config, "cross_attention_layers", None) or ())
         self._pass_number = 0
         self._states_are_ahead = False
         self.origin: Origin | None = None
         self._last_layer_idx = -1
         self._announced: Announcement | None = None
+        self._request: MaskRequest | None = None
 
     def __repr__(self) -> str:
         stats = self.stats()
@@ -156,11 +161,13 @@ class PagedCache(DynamicCache):
             if layer_idx <= self._last_layer_idx or self._last_layer_idx < 0:
                 self._pass_number += 1
                 self._hands_out_blocks = self._may_read_blocks()
+                self._announced = self._take_announcement()
             self._last_layer_idx = layer_idx
             num_new = key_states.shape[-2]
             attended = None
             if self._announced is not None:
-                if self._announced.was_missed_by(layer.get_seq_length(), num_new):
+                missed = self._announced.was_missed_by(layer.get_seq_length(), num_new)
+                if missed and layer_idx not in self._image_layers:
                     raise unfinished_pass([layer_idx], self._announced.first_column)
                 attended = self._announced.new_columns(layer.group.table, num_new)
                 if attended is not None and len(attended) != len(key_states):
@@ -175,9 +182,11 @@ class PagedCache(DynamicCache):
             raise
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        request = current_mask_request()
-        if request is not None:
-            self._announce(request.attention_mask, query_length)
+        request = current_mask_request(query_length, self._request)
+        if request is not None and request is not self._request:
+            self._request = None
+            self._check_pass(request)
+            self._request = request
         return super().get_mask_sizes(query_length, layer_idx)
 
     def fork(self, n: int = 1) -> "PagedCache":
@@ -206,6 +215,7 @@ class PagedCache(DynamicCache):
         for layer, attributes, _ in unpaged.repeated(other.layers, n):
             vars(layer).update(attributes)
         other.origin = self.origin and self.origin.repeated(n)
+        other._request = None
         return other
 
     def __getstate__(self) -> dict[str, Any]:
@@ -214,7 +224,7 @@ class PagedCache(DynamicCache):
                 "a cache of a BlockStore cannot be pickled: its pools hold what others have committed. Keep the store, "
                 "`store.save(path)`, or compute the tokens into a PagedCache(model.config)"
             )
-        return vars(self)
+        return vars(self) | {"_request": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -384,44 +394,48 @@ class PagedCache(DynamicCache):
                 "Call `cache.reset()` and compute the whole sequence again, or use a new cache."
             )
 
-    def _announce(self, attention_mask: torch.Tensor | None, num_new: int) -> None:
-        """Checks the 2-D mask of the forward pass that is about to run, and keeps it for its first `update`."""
-        if num_new == 0:
-            raise InvalidArgumentError(
-                f"no new tokens: the cache holds {self.get_seq_length()} columns, and the input has none after them. "
-                "Pass the ids of the whole sequence, or the new ones with the attention_mask of the whole sequence; "
-                "for another prompt take a new cache, or `reset()` this one"
-            )
+    def _check_pass(self, request: MaskRequest) -> None:
+        """Checks a forward pass that is about to run. Nothing changes, and no layer has run when it is refused."""
         self._check_states()
         self.check_finished()
-        config_groups = self.groups
-        for group in config_groups:
-            check_mask(attention_mask, group.table, num_new)
-        first_column = max((group.table.num_columns for group in config_groups), default=0)
-        self._announced = Announcement(first_column, num_new, attention_mask)
+        num_columns = self._num_config_columns()
+        check_request(request, [group.table for group in self.groups], num_columns, self)
+        if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers):
+            return
         # Recurrent states cannot be taken back, so a lack of blocks has to show before the first layer runs.
-        for group in config_groups:
-            if not group.table.num_columns or not group.pool.is_limited:
-                continue
-            attended = self._announced.new_columns(group.table, num_new)
-            group.check_room(num_new, attended, keep_past=self._records_past(group))
+        announced = Announcement(num_columns, request.num_new, request.attention_mask)
+        for group in self.groups:
+            if group.table.num_columns and group.pool.is_limited:
+                attended = announced.new_columns(group.table, request.num_new)
+                group.check_room(request.num_new, attended, keep_past=self._records_past(group))
+
+    def _take_announcement(self) -> Announcement | None:
+        """What is known of the mask of the forward pass that begins; `None` if the pass has built none from 2-D."""
+        request, self._request = self._request, None
+        if request is None or not request.is_running:
+            return None
+        return Announcement(self._num_config_columns(), request.num_new, request.attention_mask)
+
+    def _num_config_columns(self) -> int:
+        """Columns of the layers that keep what the config tells; those that are given images may have others."""
+        return max((group.table.num_columns for group in self.groups), default=0)
 
     def _unfinished_layers(self) -> list[int]:
         """Layers that an interrupted forward pass has not reached, though it has reached others."""
         config_groups = [group for group in self.groups if group.lengths]
-        longest = max((group.table.num_columns for group in config_groups), default=0)
+        longest = self._num_config_columns()
         return [idx for group in config_groups for idx, length in group.lengths.items() if length != longest]
 
     def _unreached_layers(self) -> list[int]:
         """Layers that have no tokens at all, while the first forward pass has given some to layers before them.
 
-        Cross-attention layers in the middle have none as long as there is no image.
+        Layers for images have none as long as there is no image.
         """
         if not any(group.began_empty for group in self._groups):
             return []
         lengths = {layer.layer_idx: layer.get_seq_length() for layer in self.layers if isinstance(layer, PagedLayer)}
         last_reached = max((idx for idx, length in lengths.items() if length), default=-1)
-        return [idx for idx in lengths if idx > last_reached]
+        return [idx for idx in lengths if idx > last_reached and idx not in self._image_layers]
 
     def _may_read_blocks(self) -> bool:
         """Whether the model's attention may know blocks: not known of a config that no model was made from.
@@ -435,8 +449,11 @@ class PagedCache(DynamicCache):
 
         The cross-attention layers of some vision-language models do: they are given image tokens.
         """
+        if layer.get_seq_length():
+            return
         group = layer.group
-        if layer.get_seq_length() or group.accepts(layer.layer_idx, num_new):
+        may_stay = layer.layer_idx not in self._image_layers or group not in self.groups
+        if may_stay and group.accepts(layer.layer_idx, num_new):
             return
         for other in self._groups[self._num_config_groups :]:
             if other.table.window == group.table.window and other.accepts(layer.layer_idx, num_new):
@@ -465,7 +482,7 @@ class PagedCache(DynamicCache):
 
     def _commit(self, *changes: Change, **attributes: Any) -> None:
         """Makes changes to the parts of the cache, and to its own attributes, and ends the forward pass."""
-        ended = {"_last_layer_idx": -1, "_announced": None}
+        ended = {"_last_layer_idx": -1, "_announced": None, "_request": None}
         self._budget.ledger.commit([*changes, Change(self, attributes | ended)])
 
     def _undo_pass(self, pass_number: int) -> None:

@@ -24,6 +24,10 @@ class UnsupportedError(PagedCacheError, NotImplementedError):
     """A feature that the paged cache does not have."""
 
 
+class UnsupportedAccessError(UnsupportedError, AttributeError, TypeError):
+    """Content of the cache was asked for, or was to be set, in a way that blocks do not allow."""
+
+
 class StoreFileError(PagedCacheError, ValueError):
     """A file of a `BlockStore` is damaged, is something else, or has the blocks of another model."""
 

@@ -7,7 +7,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from hf_paged_cache.codecs import Geometry
-from hf_paged_cache.errors import InvalidArgumentError, UnsupportedError
+from hf_paged_cache.errors import InvalidArgumentError, UnsupportedAccessError, UnsupportedError
 from hf_paged_cache.groups import LayerGroup
 from hf_paged_cache.lazy import KVSource, LazyKV
 
@@ -41,10 +41,18 @@ class PagedLayer(CacheLayerMixin):
         """Keys of the kept columns, `[batch, num_kv_heads, columns, key_dim]`; `None` before the first ones."""
         return self._stored("key")
 
+    @keys.setter
+    def keys(self, states: Any) -> NoReturn:
+        self._refuse_assignment("keys")
+
     @property
     def values(self) -> LazyKV | None:
         """Values of the kept columns, `[batch, num_kv_heads, columns, value_dim]`; `None` before the first ones."""
         return self._stored("value")
+
+    @values.setter
+    def values(self, states: Any) -> NoReturn:
+        self._refuse_assignment("values")
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Makes the layer's pool for keys and values of that shape, `[batch, num_kv_heads, any, dim]`."""
@@ -131,6 +139,14 @@ class PagedLayer(CacheLayerMixin):
         raise UnsupportedError(
             f"the layers of a PagedCache share their block table, so `{method}` works on all of them: call "
             f"`cache.{method}(...)` instead of `cache.layers[{self.layer_idx}].{method}(...)`"
+        )
+
+    def _refuse_assignment(self, part: str) -> NoReturn:
+        raise UnsupportedAccessError(
+            f"cache.layers[{self.layer_idx}].{part} cannot be set: keys and values are in blocks, which other rows and "
+            "caches may share. For other content take a new PagedCache(model.config) and fill it with "
+            "`cache.update(keys, values, layer_idx)`; to remove tokens use `cache.crop(-n)`, to choose rows "
+            "`cache.batch_select_indices(rows)`"
         )
 
     def _check(self, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -139,7 +139,11 @@ class Origin:
                 f"the cache holds {num_columns} tokens of a row, but the output has {ids.shape[1]}: nobody knows what "
                 "they are. Was `generate` called with use_cache=False, or the output cut?"
             )
-        if num_columns < ids.shape[1] - 1:  # the last token of an answer is in no cache
+        num_known = max(
+            (int(pad) + len(tokens) for pad, tokens in zip(self.padding, self.rows, strict=True)), default=0
+        )
+        # The last token of an answer is in no cache, and a prompt may have been interrupted.
+        if ids.shape[1] > max(num_columns + 1, num_known):
             raise InvalidArgumentError(
                 f"the output has {ids.shape[1]} tokens, but the cache holds {num_columns} of a row: it is not what "
                 "`generate` returned last with this cache. After `crop`, pass what is left of the output"

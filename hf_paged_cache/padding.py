@@ -1,52 +1,18 @@
-"""How a cache learns which columns of a batch are padding.
+"""Which columns of a batch are padding, and whether masks and positions fit what the cache holds."""
 
-`Cache.update` is not told the attention mask. But before the layers run, transformers sizes its masks by asking the
-cache, in `masking_utils._preprocess_mask_arguments`, and there the 2-D mask is at hand.
-"""
-
-import sys
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from hf_paged_cache.errors import InvalidArgumentError, other_batch_size
+from hf_paged_cache.errors import CacheStateError, InvalidArgumentError, other_batch_size
+from hf_paged_cache.mask_request import MaskRequest, prompt_without_new_tokens
 from hf_paged_cache.tables import BlockTable
-
-_MAX_FRAMES = 4  # the cache's own methods, and the one of an `EncoderDecoderCache` around it
-
-
-class MaskRequest(NamedTuple):
-    """A mask that is about to be built.
-
-    Attributes:
-        attention_mask: the 2-D mask, bool `[batch, columns]`; `None` if there is no padding.
-    """
-
-    attention_mask: torch.Tensor | None
-
-
-def current_mask_request() -> MaskRequest | None:
-    """The mask for whose sizes the cache is being asked; `None` if the question comes from elsewhere.
-
-    Without it padding is stored like any other token: more memory, the same result.
-    """
-    if torch.compiler.is_compiling():
-        return None
-    frame = sys._getframe(1)
-    for _ in range(_MAX_FRAMES):
-        if frame is None:
-            return None
-        if frame.f_code.co_name == "_preprocess_mask_arguments":
-            attention_mask = frame.f_locals.get("attention_mask")
-            is_padding_mask = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2
-            return MaskRequest(attention_mask) if attention_mask is None or is_padding_mask else None
-        frame = frame.f_back
-    return None
 
 
 class Announcement(NamedTuple):
-    """The 2-D attention mask of the forward pass that is about to run.
+    """The 2-D attention mask of the forward pass that is running.
 
     Attributes:
         first_column: columns before the pass.
@@ -75,6 +41,30 @@ class Announcement(NamedTuple):
         return self.attention_mask[:, self.first_column : self.first_column + num_new].cpu().numpy()
 
 
+def check_request(request: MaskRequest, tables: Sequence[BlockTable], num_columns: int, cache: Any) -> None:
+    """Checks what a forward pass builds its masks from against a cache of `num_columns` columns.
+
+    Raises:
+        InvalidArgumentError: there is nothing new, or mask or positions do not fit the tables.
+        CacheStateError: the cache holds other tokens than those before the new ones, as far as that can be told.
+    """
+    num_new, attention_mask, position_ids, _ = request
+    if num_new == 0:
+        raise InvalidArgumentError(
+            f"no new tokens: the cache holds {num_columns} columns, and the input has none after them. "
+            "Pass the ids of the whole sequence, or the new ones with the attention_mask of the whole sequence; "
+            "for another prompt take a new cache, or `reset()` this one"
+        )
+    for table in tables:
+        check_mask(attention_mask, table, num_new)
+    if position_ids is not None and _is_readable(position_ids, num_new):
+        check_positions(request, num_columns)
+    elif num_columns:
+        num_tokens = prompt_without_new_tokens(request, cache)
+        if num_tokens is not None:
+            raise _stale_cache(f"the prompt has {num_tokens} tokens", num_columns)
+
+
 def check_mask(attention_mask: torch.Tensor | None, table: BlockTable, num_new: int) -> None:
     """Checks a 2-D attention mask against what a table holds.
 
@@ -97,11 +87,66 @@ def check_mask(attention_mask: torch.Tensor | None, table: BlockTable, num_new: 
             f"attention_mask covers {attention_mask.shape[1]} columns, but the cache holds {num_columns} and "
             f"{num_new} are new: expected {num_columns + num_new}. Pass the mask of the whole sequence"
         )
-    if num_columns and table.padding.any() and attention_mask.device.type == "cpu":
+    if num_columns and table.padding.any() and _is_readable(attention_mask, num_new):
         padding = np.arange(num_columns)[None] < table.padding[:, None]
-        seen = attention_mask[:, :num_columns].numpy() & padding
+        seen = attention_mask[:, :num_columns].cpu().numpy() & padding
         if seen.any():
             raise InvalidArgumentError(
                 f"attention_mask shows {int(seen.sum())} columns that were padding when the cache was filled, and so "
                 "were not stored. Keep the zeros of the prompt's mask, or start with a new cache"
             )
+
+
+def check_positions(request: MaskRequest, num_columns: int) -> None:
+    """Checks that every new token stands behind the tokens that it follows, in the cache and in the pass.
+
+    A position may be larger than the number of tokens before it: where padding is counted, or tokens were left out.
+
+    Raises:
+        CacheStateError: the cache holds other tokens than those before the new ones.
+        InvalidArgumentError: positions begin anew in the middle of a row.
+    """
+    num_new, attention_mask, position_ids, _ = request
+    if position_ids.shape[1] != num_new:
+        if position_ids.shape[1] == 0:  # a prompt's chunks, behind all of its positions
+            raise _stale_cache(f"no positions are left for {num_new} new tokens", num_columns)
+        return
+    positions = position_ids.cpu().numpy()
+    if attention_mask is None:
+        num_before = np.arange(num_columns, num_columns + num_new)[None]
+        is_early = positions < num_before
+    else:
+        attended = attention_mask[:, : num_columns + num_new].cpu().numpy()
+        new = attended[:, num_columns:]
+        if len(positions) not in (1, len(new)):
+            return
+        num_before = attended[:, :num_columns].sum(axis=1, keepdims=True) + np.cumsum(new, axis=1) - 1
+        is_early = (positions < num_before) & new
+    if not is_early.any() or not request.has_positions_of_the_caller:
+        return
+    row, column = (int(index) for index in np.argwhere(is_early)[0])
+    expected = int(np.broadcast_to(num_before, is_early.shape)[row, column])
+    position = int(np.broadcast_to(positions, is_early.shape)[row, column])
+    is_first = column == 0 or (attention_mask is not None and not new[row, :column].any())
+    if is_first and num_columns:
+        raise _stale_cache(f"the first new token of row {row} has position {position}", expected)
+    raise InvalidArgumentError(
+        f"position_ids of row {row} begin anew at new column {column}: position {position} after {expected} tokens. "
+        "With a cache the sequences packed into a row would see each other. Pass them as rows of a batch, or without a "
+        "cache, use_cache=False"
+    )
+
+
+def _stale_cache(what: str, num_tokens: int) -> CacheStateError:
+    """The error for an input that does not go on from the cached tokens; `what` says how that shows."""
+    return CacheStateError(
+        f"{what}, but the cache holds {num_tokens} tokens before it: the input does not go on from them. Pass the ids "
+        "of the whole sequence, of which the cache holds the beginning, or the new ids with the attention_mask of the "
+        "whole sequence. For another prompt take a new cache, or `reset()` this one. Under use_cache=False, which "
+        "computes everything again at every step, pass no cache"
+    )
+
+
+def _is_readable(tensor: torch.Tensor, num_new: int) -> bool:
+    """Whether a mask or positions may be looked at: in decode steps an accelerator would have to be waited for."""
+    return num_new > 1 or tensor.device.type == "cpu"

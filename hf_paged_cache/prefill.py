@@ -1,13 +1,12 @@
 """Computes a prompt once, for many continuations."""
 
-import inspect
 from typing import Any
 
 import torch
-from transformers import GenerationMixin
 
 from hf_paged_cache.cache import PagedCache
 from hf_paged_cache.errors import CacheStateError, InvalidArgumentError, UnsupportedError
+from hf_paged_cache.options import CACHE_ARGUMENT, generate_options
 
 # Inputs with one entry a token in their last dimension.
 _PER_TOKEN = (
@@ -18,32 +17,6 @@ _PER_TOKEN = (
     "position_ids",
     "token_type_ids",
 )
-
-# The name of `generate`'s cache: renamed in transformers 5.24, where the old one gives a warning.
-CACHE_ARGUMENT = (
-    "cache"
-    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    else "past_key_values"
-)
-
-# Options of `generate` that make it compute the prompt once, whatever the continuation is called with. What chooses
-# tokens has no part in it, and `generate` writes to the lists that it is given.
-_ONE_TOKEN = {
-    "max_new_tokens": 1,
-    "do_sample": False,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "return_dict_in_generate": False,
-    "streamer": None,
-    "stopping_criteria": None,
-    "logits_processor": None,
-    "min_new_tokens": None,
-    "guidance_scale": None,
-    "negative_prompt_ids": None,
-    "negative_prompt_attention_mask": None,
-    "assistant_model": None,
-    "prompt_lookup_num_tokens": None,
-}
 
 
 def prefill(model: Any, cache: PagedCache, **inputs: Any) -> PagedCache:
@@ -57,14 +30,15 @@ def prefill(model: Any, cache: PagedCache, **inputs: Any) -> PagedCache:
         model: a decoder-only model with `generate`.
         cache: a cache made for the model.
         **inputs: what `generate` takes, `input_ids` `[batch, tokens]` or `inputs_embeds` `[batch, tokens, hidden]`
-            among them, and options of it such as `prefill_chunk_size`. How many tokens, beams and samples it asks for
-            is left to the call that follows.
+            among them, and options of it such as `prefill_chunk_size`. What chooses tokens (beams, samples, lengths,
+            assistants, ..) is left to the call that follows.
 
     Returns:
         `cache`.
 
     Raises:
-        InvalidArgumentError: there is no prompt, or the cache holds as much or more.
+        InvalidArgumentError: there is no prompt, the cache holds as much or more, or `use_cache=False` or another
+            cache is asked for.
         UnsupportedError: the model is an encoder-decoder; its prompt is the encoder's.
         CacheStateError: an option of `generate` has computed something else.
     """
@@ -86,14 +60,14 @@ def prefill(model: Any, cache: PagedCache, **inputs: Any) -> PagedCache:
             f"the prompt has {num_tokens} tokens and the cache holds {num_cached}: pass the whole prompt, which the "
             "cache holds the beginning of, or use a new cache"
         )
-    beginning = dict(inputs)
+    beginning = generate_options(model, inputs).for_prompt()
     for name in _PER_TOKEN:
         if isinstance(inputs.get(name), torch.Tensor) and inputs[name].shape[-1] == num_tokens:
             beginning[name] = inputs[name][..., :-1]
     if "inputs_embeds" in inputs:
         beginning["inputs_embeds"] = inputs["inputs_embeds"][:, :-1]
     # `generate` prepares positions, masks and images as each model wants them; its one token is not cached.
-    model.generate(**(beginning | _ONE_TOKEN | {CACHE_ARGUMENT: cache}))
+    model.generate(**beginning, **{CACHE_ARGUMENT: cache})
     if cache.get_seq_length() != num_tokens - 1:
         raise CacheStateError(
             f"the cache holds {cache.get_seq_length()} tokens and not {num_tokens - 1}: an option of `generate` has "

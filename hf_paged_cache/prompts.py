@@ -1,6 +1,6 @@
 """A batch of prompts as the tokens of its rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,13 +87,6 @@ def read_prompts(input_ids: Any, attention_mask: Any) -> Prompts:
     rows = [tokens[pad:] for tokens, pad in zip(ids, padding.tolist(), strict=True)]
     why = "" if is_left_padded else "the attention mask hides tokens after the first one of a row"
     return Prompts(rows, padding, ids.shape[1], why, [()] * len(rows))
-
-
-def ends_and_pads(generation_config: Any, options: Mapping[str, Any]) -> list[list[int]]:
-    """The tokens that end an answer, and those that fill rows up, as `generate` has them with these options."""
-    config = options.get("generation_config") or generation_config
-    tokens = [options.get(name, getattr(config, name, None)) for name in ("eos_token_id", "pad_token_id")]
-    return [[] if token is None else token if isinstance(token, list) else [token] for token in tokens]
 
 
 def inferred_mask(input_ids: Any, pads: Sequence[int], ends: Sequence[int]) -> torch.Tensor | None:

@@ -8,7 +8,8 @@ import torch
 
 from hf_paged_cache.extra_keys import keys_of_rows, spans_of
 from hf_paged_cache.image_inputs import Beside, inputs_after, inputs_beside_tokens
-from hf_paged_cache.prompts import Prompts, ends_and_pads, inferred_mask, read_prompts
+from hf_paged_cache.options import generate_options
+from hf_paged_cache.prompts import Prompts, inferred_mask, read_prompts
 from hf_paged_cache.resumable import counts_columns, placeholders
 
 
@@ -88,7 +89,7 @@ def read_request(
         InvalidArgumentError: an argument has no meaning.
     """
     if attention_mask is None:
-        ends, pads = ends_and_pads(model.generation_config, inputs)
+        ends, pads = generate_options(model, inputs).ends_and_pads
         attention_mask = inferred_mask(input_ids, pads, ends)
     prompts = read_prompts(input_ids, attention_mask)
     tokens = placeholders(model.config)

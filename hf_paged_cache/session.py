@@ -4,21 +4,32 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_paged_cache.cache import PagedCache
-from hf_paged_cache.errors import CacheStateError, InvalidArgumentError
+from hf_paged_cache.errors import CacheStateError, PagedCacheError
 from hf_paged_cache.in_process import InProcess
-from hf_paged_cache.prefill import CACHE_ARGUMENT
+from hf_paged_cache.options import CACHE_ARGUMENT, generate_options
 
 if TYPE_CHECKING:
     from hf_paged_cache.store import BlockStore
 
 logger = logging.getLogger(__name__)
 
-# Options of `generate` that let rows of the batch stand several times.
-_COPIES = ("num_beams", "num_return_sequences")
-# Those that ask for assisted decoding, which begins with an empty cache.
-_ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
+
+class _Progress(StoppingCriteria):
+    """Stops nothing, but sees the tokens after every step.
+
+    Attributes:
+        sequences: ids `[rows, tokens]`, prompts included.
+    """
+
+    def __init__(self, sequences: torch.Tensor) -> None:
+        self.sequences = sequences
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.sequences = input_ids
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class Session(InProcess):
@@ -43,6 +54,7 @@ class Session(InProcess):
         self.store = store
         self.salt = salt
         self.cache: PagedCache | None = None
+        self._progress: _Progress | None = None
 
     def __enter__(self) -> "Session":
         return self
@@ -52,10 +64,20 @@ class Session(InProcess):
 
     def close(self) -> None:
         """Lets go of the last turn. What is known of it stays in the store while there is room."""
-        self.cache = None
+        self.cache = self._progress = None
+
+    @property
+    def sequences(self) -> torch.Tensor | None:
+        """The tokens of the last turn as far as it came, ids `[rows, tokens]`, prompts included; `None` if it has not
+        begun to generate. After beam search the rows are those of the beams."""
+        return None if self._progress is None else self._progress.sequences
 
     def generate(self, input_ids: torch.Tensor, *, extra_key: Any = None, **inputs: Any) -> Any:
         """`model.generate`, with what the store knows of the prompt.
+
+        Options are read as `generate` reads them. Where it has to begin with an empty cache (assisted decoding, token
+        healing, `custom_generate`) nothing is reused. An answer that cannot be made known is returned all the same,
+        with a warning. One that was interrupted is in `sequences`, see `keep_interrupted`.
 
         Args:
             input_ids: `[batch, tokens]`, the whole conversation.
@@ -66,28 +88,60 @@ class Session(InProcess):
             What `generate` returns.
 
         Raises:
-            InvalidArgumentError: `use_cache=False` is asked for.
+            InvalidArgumentError: the call asks for `use_cache=False` or for another cache. What the model's
+                `generation_config` says of caches is replaced.
         """
-        if inputs.get("use_cache") is False:
-            raise InvalidArgumentError("use_cache=False: a session generates with a cache; call model.generate instead")
-        generation_config = inputs.get("generation_config") or self.store.model.generation_config
-        asked = {name: inputs.get(name) or getattr(generation_config, name, None) for name in (*_COPIES, *_ASSISTED)}
+        model = self.store.model
+        options = generate_options(model, inputs)
+        replaced = options.for_own_cache()
+        self._progress = None
         cache, inputs = self.store.cache_and_inputs(
             input_ids,
-            copies=max(asked[name] or 1 for name in _COPIES),
-            reuse=not any(asked[name] for name in _ASSISTED),
+            copies=options.copies,
+            reuse=not options.why_empty,
             salt=self.salt,
             extra_key=extra_key,
             **inputs,
         )
         # It holds what it shares with the last turn. The rest of that may make room.
         self.cache = cache
-        output = self.store.model.generate(**inputs, **{CACHE_ARGUMENT: cache})
+        self._progress = _Progress(input_ids.repeat_interleave(options.copies, dim=0))
+        inputs["stopping_criteria"] = StoppingCriteriaList([*(inputs.get("stopping_criteria") or ()), self._progress])
+        output = model.generate(**(inputs | replaced), **{CACHE_ARGUMENT: cache})
         try:
             self.store.commit(cache, output)
-        except CacheStateError as error:  # the answer is there all the same
-            logger.warning("a turn is not known to the store: %s", error)
+        except Exception as error:  # the answer is there all the same
+            is_unforeseen = not isinstance(error, PagedCacheError)
+            logger.warning("a turn is not known to the store: %s", error, exc_info=is_unforeseen)
         return output
+
+    def keep_interrupted(self) -> int:
+        """Makes known what an interrupted turn has computed: by Ctrl-C, by a streamer or a callback that raised, or by
+        `OutOfBlocks`.
+
+        A forward pass that stopped half-way is taken back, and drafts of assisted decoding that were not accepted yet.
+
+        ```python
+        >>> try:
+        ...     output = chat.generate(**inputs, streamer=streamer)
+        ... except KeyboardInterrupt:
+        ...     chat.keep_interrupted()
+        ...     output = chat.sequences
+        ```
+
+        Returns:
+            Tokens of all rows that are known now.
+
+        Raises:
+            CacheStateError: the turn has computed nothing, or the model has changed since.
+        """
+        if self.cache is None or self.sequences is None:
+            raise CacheStateError("there is no turn to keep: `generate` has not begun, or the session was closed")
+        self.cache.rollback()
+        num_ahead = self.cache.get_seq_length() - self.sequences.shape[1]
+        if num_ahead > 0:
+            self.cache.crop(-num_ahead)
+        return self.store.commit(self.cache, self.sequences)
 
 
 class Pin(InProcess):

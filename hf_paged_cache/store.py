@@ -20,7 +20,8 @@ from hf_paged_cache.known_blocks import KnownBlocks
 from hf_paged_cache.known_prompts import KnownPrompts
 from hf_paged_cache.lookups import Lookups
 from hf_paged_cache.model_identity import ModelIdentity
-from hf_paged_cache.prompts import ends_and_pads, read_prompts
+from hf_paged_cache.options import generate_options
+from hf_paged_cache.prompts import read_prompts
 from hf_paged_cache.requests import Request, read_request
 from hf_paged_cache.resumable import layer_device, placeholders, why_never, why_not_now
 from hf_paged_cache.session import Pin, Session
@@ -216,7 +217,7 @@ class BlockStore(InProcess):
             )
         cache.check_finished()
         sequences = getattr(output, "sequences", output)
-        ends, pads = ends_and_pads(self.model.generation_config, {})
+        ends, pads = generate_options(self.model, {}).ends_and_pads
         rows = origin.known_rows(table.num_columns, table.seq_lens.tolist(), sequences, ends, pads)
         images = placeholders(self.model.config)
         with self._lock:
