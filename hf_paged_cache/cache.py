@@ -157,9 +157,11 @@ class PagedCache(FormerNames, DynamicCache):
         if not isinstance(layer, PagedLayer):
             return layer.update(key_states, value_states, *args, **kwargs)
         self._check_states()
+        is_next_pass = layer_idx <= self._last_layer_idx or self._last_layer_idx < 0
+        pass_number = self._pass_number + is_next_pass
         try:
-            if layer_idx <= self._last_layer_idx or self._last_layer_idx < 0:
-                self._pass_number += 1
+            if is_next_pass:
+                self._pass_number = pass_number
                 self._hands_out_blocks = self._may_read_blocks()
                 self._announced = self._take_announcement()
             self._last_layer_idx = layer_idx
@@ -175,10 +177,10 @@ class PagedCache(FormerNames, DynamicCache):
                         f"attention_mask has {len(attended)} rows, but the batch has {len(key_states)}"
                     )
             self._place(layer, num_new)
-            keys, values = layer.update(key_states, value_states, attended=attended, pass_number=self._pass_number)
+            keys, values = layer.update(key_states, value_states, attended=attended, pass_number=pass_number)
             return (keys, values) if self._hands_out_blocks else (as_dense(keys), as_dense(values))
         except BaseException:
-            self._undo_pass(self._pass_number)
+            self._undo_pass(pass_number)
             raise
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -326,6 +328,8 @@ class PagedCache(FormerNames, DynamicCache):
         there is none, nothing happens. Recurrent states of hybrid models cannot be taken back: unless it was the first
         pass, the cache then refuses to go on until `reset()`.
         """
+        with self._budget.lock:
+            self._budget.ledger.recover()
         if self._unfinished_layers() or self._unreached_layers():
             self._undo_pass(max(group.last_pass for group in self._groups))
 

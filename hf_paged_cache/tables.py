@@ -221,7 +221,8 @@ class BlockTable:
         Returns:
             The step, and the hot blocks whose codes it reads, which have to be made first (`hot_pairs`).
         """
-        state = self.state
+        # Blocks that are to go may lack tokens, and so are not to be quantized.
+        state = self.state if self.window is None else self.state.without_unkept(self.block_size)
         seq_lens = np.maximum(num_columns - state.padding, 0)
         hot_table, pairs = None, []
         if self.hot is not None:

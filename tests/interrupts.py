@@ -28,7 +28,8 @@ def interrupted_at(line: int, call: Callable[[], Any]) -> bool:
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal count
-        if not frame.f_code.co_filename.startswith(PACKAGE) or frame.f_code.co_name == "__del__":
+        names = (frame.f_code.co_name, frame.f_back and frame.f_back.f_code.co_name)
+        if not frame.f_code.co_filename.startswith(PACKAGE) or "__del__" in names:
             return None
         if event == "line":
             count += 1

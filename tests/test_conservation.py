@@ -367,7 +367,7 @@ class Conservation(RuleBasedStateMachine):
     def every_token_reads_back(self) -> None:
         self.poison_unheld()
         for cache in self.live:
-            if not cache.rows:
+            if not cache.num_columns:
                 continue
             snapshot, _ = cache.table.snapshot(cache.num_columns)
             assert cache.table.first_kept_column == cache.kept_from

@@ -154,7 +154,7 @@ class HotConservation(Conservation):
     def every_token_reads_back(self) -> None:
         self.poison_unheld()
         for cache in self.live:
-            if not cache.rows:
+            if not cache.num_columns:
                 continue
             snapshot, pairs = cache.table.snapshot(cache.num_columns)
             self.seal(pairs)

@@ -47,7 +47,7 @@ def codes_of(cache: PagedCache) -> Iterator[tuple[Tensor, ...]]:
     """For each layer, row and block that the row reads as codes, their bits."""
     for layer in cache.layers:
         blocks, table = layer.group.pool.layers[layer.layer_idx].blocks, layer.group.table
-        is_hot = table.hot.ids != 0 if isinstance(blocks, HotColdBlocks) else torch.zeros(table.block_ids.shape).numpy()
+        is_hot = table.hot_ids != 0 if isinstance(blocks, HotColdBlocks) else torch.zeros(table.block_ids.shape).numpy()
         for row, block in zip(*((table.block_ids != 0) & (is_hot == 0)).nonzero(), strict=True):
             block_id = int(table.block_ids[row, block])
             yield tuple(plane[:, block_id].contiguous().view(torch.uint8).clone() for plane in blocks.planes)
