@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hf_paged_cache.errors import InvalidArgumentError, other_batch_size
+from hf_paged_cache.library_names import MASK_ARGUMENTS, MASK_VARIABLE
 from hf_paged_cache.tables import BlockTable
 
 _MAX_FRAMES = 4  # the cache's own methods, and the one of an `EncoderDecoderCache` around it
@@ -37,8 +38,8 @@ def current_mask_request() -> MaskRequest | None:
     for _ in range(_MAX_FRAMES):
         if frame is None:
             return None
-        if frame.f_code.co_name == "_preprocess_mask_arguments":
-            attention_mask = frame.f_locals.get("attention_mask")
+        if frame.f_code.co_name == MASK_ARGUMENTS:
+            attention_mask = frame.f_locals.get(MASK_VARIABLE)
             is_padding_mask = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2
             return MaskRequest(attention_mask) if attention_mask is None or is_padding_mask else None
         frame = frame.f_back
@@ -78,6 +79,9 @@ class Announcement(NamedTuple):
 def check_mask(attention_mask: torch.Tensor | None, table: BlockTable, num_new: int) -> None:
     """Checks a 2-D attention mask against what a table holds.
 
+    What a mask shows is looked at on the CPU, and elsewhere in passes of several tokens: a step would have to wait for
+    the device. There `LazyMask.key_mask` looks at it, which fetches the mask in any case.
+
     Raises:
         InvalidArgumentError: it has another batch size, is too short, or lets padding be seen that was not stored.
     """
@@ -97,9 +101,10 @@ def check_mask(attention_mask: torch.Tensor | None, table: BlockTable, num_new: 
             f"attention_mask covers {attention_mask.shape[1]} columns, but the cache holds {num_columns} and "
             f"{num_new} are new: expected {num_columns + num_new}. Pass the mask of the whole sequence"
         )
-    if num_columns and table.padding.any() and attention_mask.device.type == "cpu":
+    may_wait = num_new > 1 or attention_mask.device.type == "cpu"
+    if num_columns and table.padding.any() and may_wait:
         padding = np.arange(num_columns)[None] < table.padding[:, None]
-        seen = attention_mask[:, :num_columns].numpy() & padding
+        seen = attention_mask[:, :num_columns].cpu().numpy() & padding
         if seen.any():
             raise InvalidArgumentError(
                 f"attention_mask shows {int(seen.sum())} columns that were padding when the cache was filled, and so "

@@ -80,7 +80,8 @@ class Family:
     """A tiny model of one family and what transformers itself can do with it.
 
     `refused` names the modes of `generate_modes` and the attention implementations that fail with transformers' own
-    `DynamicCache`, some of them in some releases only; `remarks` are on modes that it can do. `prompt_start` are the special tokens before the words.
+    `DynamicCache`, some of them in some releases only; `remarks` are on modes that work. `prompt_start` are the special
+    tokens before the words.
     """
 
     name: str

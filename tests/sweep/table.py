@@ -22,13 +22,13 @@ HEADINGS = {
     "in blocks": ("Read in their blocks", "All attention over the cache reads blocks in place."),
     "some in blocks, some copied": (
         "Read in part in their blocks",
-        "Some layers or passes get copies: cross attention, chunked layers, image blocks, and passes of several tokens\n"
-        "whose mask shows more than the window of the cache.",
+        "Some layers or passes get copies: cross attention, chunked layers, image blocks, and passes of several\n"
+        "tokens whose mask shows more than the window of the cache.",
     ),
     "copied": (
         "Copied out of their blocks",
-        "The model changes keys before attention (latent keys), adds biases by position, or runs attention code of its\n"
-        "own.",
+        "The model changes keys before attention (latent keys), adds biases by position, or runs attention code\n"
+        "of its own.",
     ),
     "nothing is paged": (
         "Nothing is paged",
