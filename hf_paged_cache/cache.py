@@ -28,6 +28,7 @@ from hf_paged_cache.groups import LayerGroup, unfinished_pass
 from hf_paged_cache.layers import PagedLayer
 from hf_paged_cache.lazy import as_dense
 from hf_paged_cache.ledger import Change
+from hf_paged_cache.library_names import ASSISTED_DECODING
 from hf_paged_cache.mask_request import MaskRequest, current_mask_request
 from hf_paged_cache.origin import Origin
 from hf_paged_cache.padding import Announcement, check_request
@@ -313,7 +314,7 @@ class PagedCache(FormerNames, DynamicCache):
             UnsupportedError: assisted decoding is to go on from a cache that holds tokens. transformers feeds it the
                 whole prompt then, behind the part of it that is there (seen up to 5.24, with any cache).
         """
-        if self.get_seq_length() and sys._getframe(1).f_code.co_name == "_assisted_decoding":
+        if self.get_seq_length() and sys._getframe(1).f_code.co_name == ASSISTED_DECODING:
             raise UnsupportedError(
                 f"assisted decoding with a cache that holds {self.get_seq_length()} tokens: transformers would compute "
                 "the whole prompt again behind them. Pass an empty cache (of a BlockStore, `cache_for(.., "

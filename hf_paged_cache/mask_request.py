@@ -5,28 +5,17 @@ cache, in `masking_utils._preprocess_mask_arguments`, and there the 2-D mask and
 changes nothing: the cache keeps what it saw, and the first `update` takes it if the same call of `forward` makes it.
 """
 
-import logging
 import sys
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationMixin, masking_utils
 
-logger = logging.getLogger(__name__)
+from hf_paged_cache.library_names import MASK_ARGUMENTS, MASK_POSITIONS, MASK_VARIABLE, PREFILL
 
-_MASK_BUILDING = "_preprocess_mask_arguments"
-_PREFILL = "_prefill"
 _MAX_FRAMES = (
     8  # the cache's own methods, those of an `EncoderDecoderCache` around it, and wrappers of PyTorch's compiler
 )
-
-for _place, _name, _loss in (
-    (masking_utils, _MASK_BUILDING, "padding is stored like text, and masks and positions are not checked"),
-    (GenerationMixin, _PREFILL, "a cache that holds another prompt is noticed by positions only"),
-):
-    if not hasattr(_place, _name):
-        logger.warning("this transformers has no %s.%s, which hf_paged_cache looks for: %s", _place, _name, _loss)
 
 
 class MaskRequest(NamedTuple):
@@ -75,13 +64,13 @@ def current_mask_request(num_new: int, earlier: MaskRequest | None) -> MaskReque
     """
     if torch.compiler.is_compiling():
         return None
-    building = _find(sys._getframe(1), _MASK_BUILDING, _MAX_FRAMES)
+    building = _find(sys._getframe(1), MASK_ARGUMENTS, _MAX_FRAMES)
     forward = building and _find(building, "forward")
     if forward is None:
         return None
     if earlier is not None and earlier.forward is forward and earlier.num_new == num_new:
         return earlier
-    attention_mask, position_ids = map(building.f_locals.get, ("attention_mask", "position_ids"))
+    attention_mask, position_ids = map(building.f_locals.get, (MASK_VARIABLE, MASK_POSITIONS))
     if attention_mask is not None and not _is_tensor(attention_mask, 2):
         return None
     return MaskRequest(num_new, attention_mask, position_ids if _is_tensor(position_ids, 2) else None, forward)
@@ -93,7 +82,7 @@ def prompt_without_new_tokens(request: MaskRequest, cache: Any) -> int | None:
     It is `None` otherwise. `generate` cuts a prompt by the number of cached tokens, and one that is not longer is cut
     the wrong way round.
     """
-    frame = _find(request.forward, _PREFILL)
+    frame = _find(request.forward, PREFILL)
     if frame is None:
         return None
     given = frame.f_locals.get("cache")

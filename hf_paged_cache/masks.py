@@ -41,7 +41,9 @@ class Pattern(NamedTuple):
 
 
 class LazyMask(LazyTensor):
-    """The mask of a pass, `[batch, 1, query_length, kv_length]`, that is known by its parts and built only if read.
+    """The mask of a pass, `[batch, 1, query_length, kv_length]`, that is known by its parts.
+
+    A pattern that blocks can be read by is built only if it is read.
 
     Read, it is the mask of eager attention in the model's dtype: 0 where a query sees a key, elsewhere the lowest
     number.
@@ -173,8 +175,10 @@ def paged_mask(
         use_vmap=use_vmap,
         device=device,
     )
-    if allow_is_bidirectional_skip:
-        visible = build(allow_is_causal_skip=False, allow_is_bidirectional_skip=True)
+    pattern = pattern_of(mask_function) if isinstance(q_offset, int) else None
+    if pattern is None:
+        # At once: functions given by model code are mapped over indices, which inside of an operation does not work.
+        visible = build(allow_is_causal_skip=False, allow_is_bidirectional_skip=allow_is_bidirectional_skip)
         if visible is None:
             return None
         build = _Built(visible)
@@ -184,7 +188,7 @@ def paged_mask(
         dtype=dtype,
         device=torch.device(device),
         padding_mask=attention_mask,
-        pattern=pattern_of(mask_function) if isinstance(q_offset, int) else None,
+        pattern=pattern,
         first_query=q_offset,
         first_key=kv_offset,
     )

@@ -68,6 +68,9 @@ def check_request(request: MaskRequest, tables: Sequence[BlockTable], num_column
 def check_mask(attention_mask: torch.Tensor | None, table: BlockTable, num_new: int) -> None:
     """Checks a 2-D attention mask against what a table holds.
 
+    What a mask shows is looked at on the CPU, and elsewhere in passes of several tokens: a step would have to wait for
+    the device. There `LazyMask.key_mask` looks at it, which fetches the mask in any case.
+
     Raises:
         InvalidArgumentError: it has another batch size, is too short, or lets padding be seen that was not stored.
     """

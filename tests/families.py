@@ -80,7 +80,8 @@ class Family:
     """A tiny model of one family and what transformers itself can do with it.
 
     `refused` names the modes of `generate_modes` and the attention implementations that fail with transformers' own
-    `DynamicCache`, some of them in some releases only. `prompt_start` are the special tokens before the words.
+    `DynamicCache`, some of them in some releases only; `remarks` are on modes that work. `prompt_start` are the special
+    tokens before the words.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Family:
     config: Callable[[], hf.PreTrainedConfig]
     auto_class: type = hf.AutoModelForCausalLM
     refused: Mapping[str, Refusal] = field(default_factory=dict)
+    remarks: Mapping[str, str] = field(default_factory=dict)
     prompt_start: tuple[int, ...] = ()
     companions: Companions = no_companions
 
@@ -171,6 +173,7 @@ NO_ROLLBACK = dict.fromkeys(
 )
 NO_EMBEDDINGS = {"warm cache, embeddings": Refusal("no `inputs_embeds` in `generate` for this class")}
 NO_SDPA = {"sdpa": Refusal("no scaled dot product attention for this class")}
+CHUNKS_MATTER = {"chunked prefill": "as with `DynamicCache`, which gives another result than the prompt at once"}
 DECODER_ONLY = {
     "chunked prefill": Refusal("made for decoder-only models: cuts the encoder's mask with the prompt"),
     "warm cache, embeddings": Refusal("no decoder embeddings in `generate`"),
@@ -213,9 +216,13 @@ FAMILIES = (
     Family("DeepSeek V3", "latent keys, values of another width", configs.deepseek_v3),
     Family("Llama 4", "chunked layers, layers without rotary", configs.llama_4, refused=NO_WINDOWED_DRAFT),
     Family("Qwen3-Next", "gated delta layers between attention layers", configs.qwen3_next, refused=NO_ROLLBACK),
-    Family("Jamba", "Mamba layers between attention layers", configs.jamba, refused=NO_ROLLBACK),
+    Family("Jamba", "Mamba layers between attention layers", configs.jamba, refused=NO_ROLLBACK, remarks=CHUNKS_MATTER),
     Family(
-        "Bamba", "Mamba 2 layers around an attention layer", configs.bamba, refused={**NO_ROLLBACK, **NO_EMBEDDINGS}
+        "Bamba",
+        "Mamba 2 layers around an attention layer",
+        configs.bamba,
+        refused={**NO_ROLLBACK, **NO_EMBEDDINGS},
+        remarks=CHUNKS_MATTER,
     ),
     Family(
         "Falcon-H1", "Mamba and attention in one layer", configs.falcon_h1, refused={**NO_ROLLBACK, **NO_EMBEDDINGS}

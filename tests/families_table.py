@@ -1,9 +1,10 @@
-"""Prints docs/families.md: `python -m tests.families_table > docs/families.md`."""
+"""Prints docs/families.md, after the sweep of some minutes: `python -m tests.families_table > docs/families.md`."""
 
 from __future__ import annotations
 
 from tests.families import ATTENTIONS, FAMILIES, Family, Refusal
 from tests.generate_modes import MODES
+from tests.sweep.table import sweep_page
 
 INTRODUCTION = """\
 # Families and modes
@@ -11,7 +12,7 @@ INTRODUCTION = """\
 What the tests compare with transformers' own `DynamicCache`, on tiny random models of each family in fp32, for a single
 row and, where transformers takes one, for a left-padded batch: tokens must be the same, scores the same to 1e-4. A
 number stands where transformers itself cannot do something with its own cache; its reason is below the table. A number
-beside a ✓ holds for some releases only.
+beside a ✓ holds for some releases only, or is a remark.
 
 Every mode also runs on two real models, SmolLM2-135M-Instruct (Llama) and Gemma 3 270M, with a prompt longer than
 Gemma's window: `tests/test_real_models.py`.
@@ -35,13 +36,20 @@ def page() -> str:
 
 def cell(family: Family, mode_or_attention: str, notes: list[Refusal]) -> str:
     """One cell of the table; a reason that is not in `notes` yet is added to them."""
+    remark = family.remarks.get(mode_or_attention)
+    if remark is not None:
+        return f"✓ {_number(Refusal(remark), notes)}"
     refusal = family.refused.get(mode_or_attention)
     if refusal is None:
         return "✓"
-    if refusal not in notes:
-        notes.append(refusal)
-    number = str(notes.index(refusal) + 1)
+    number = _number(refusal, notes)
     return number if refusal.releases == Refusal.releases else f"✓ {number}"
+
+
+def _number(note: Refusal, notes: list[Refusal]) -> str:
+    if note not in notes:
+        notes.append(note)
+    return str(notes.index(note) + 1)
 
 
 def described(note: Refusal) -> str:
@@ -51,4 +59,4 @@ def described(note: Refusal) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(f"{page()}\n{sweep_page()}", end="")

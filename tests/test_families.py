@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from tests.compat import new_cache
+from tests.compat import CACHE_ARGUMENT, new_cache
 from tests.families import ATTENTIONS, FAMILIES, PAD, Family, inputs
 from tests.family_configs import FIRST_WORD, VOCABULARY
 from tests.generate_modes import (
@@ -206,7 +207,17 @@ def forms(mode: Mode) -> list[tuple[int, ...]]:
 
 def test_refusals_name_modes_and_attentions() -> None:
     known = {*MODE_BY_NAME, *ATTENTIONS}
-    assert {name for family in FAMILIES for name in family.refused} <= known
+    assert {name for family in FAMILIES for name in (*family.refused, *family.remarks)} <= known
+
+
+@families("Jamba", "Bamba")
+def test_the_library_s_own_cache_gives_something_else_for_a_prompt_in_chunks(family: Family) -> None:
+    assert family.remarks.keys() == {"chunked prefill"}
+    model, ids = build(family), inputs(family, (40,))["input_ids"]
+    with torch.no_grad():
+        whole, cache = model(ids).logits, dynamic_cache(model)
+        chunks = [model(chunk, **{CACHE_ARGUMENT: cache}).logits for chunk in ids.split(16, dim=1)]
+    assert (torch.cat(chunks, dim=1) - whole).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(

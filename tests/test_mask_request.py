@@ -44,7 +44,7 @@ def snapshot(cache: PagedCache) -> tuple[Any, ...]:
         cache.stats(),
         [(it.num_free, it.num_reusable, it.num_referenced) for it in allocators],
         [group.table.block_ids.tolist() for group in cache.groups],
-        [None if group.table.hot is None else group.table.hot.ids.tolist() for group in cache.groups],
+        [group.table.hot_ids.tolist() for group in cache.groups],
         [layer.keys.clone() for layer in cache.layers if getattr(layer, "keys", None) is not None],
     )
 

@@ -80,6 +80,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "musicgen_melody_decoder": {"num_codebooks": 1},
     "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "use_mamba_kernels": False},
     "nemo_speechlm": {"text_config": {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1}},
+    "minimax_m3_vl_text": {
+        "layer_types": [FULL, "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+        "index_local_blocks": 1,
+    },
     "molmo2": {"adapter_config": {"vision_feature_layer": [0, 1]}},
     "paddleocr_vl": _MROPE,
     "qwen2_5_omni_thinker": _MROPE,
