@@ -17,7 +17,8 @@ from hf_paged_cache.rope_positions import why_unknown_positions
 _PREFIX_MODELS = frozenset({"colpali", "paligemma"})
 # Names of a config, and of configs in it, for the tokens that images and the like are put in the place of.
 PLACEHOLDERS = frozenset(f"{kind}_token_{what}" for kind in ("audio", "image", "video") for what in ("id", "index")) | {
-    "image_patch_id"
+    "image_patch_id",
+    "visual_indicator_token_ids",  # Ovis 2 gives them another meaning where there are images
 }
 
 

@@ -499,10 +499,10 @@ class TestIdentity:
         """Positions of one's own: another model, as far as keys are concerned, for every token."""
         model, store, ids = llama(), make_store(llama()), words(1, 40)
         turn(store, ids)
-        positions = {"position_ids": torch.arange(7, 47)[None]}
+        positions = {"position_ids": 2 * torch.arange(40)[None]}
         expected = cold(model, ids, **positions)
         assert not torch.equal(expected, cold(model, ids))
-        for key, reused in ((None, 0), ("from 7", 0), ("from 7", 39), ("other", 0)):
+        for key, reused in ((None, 0), ("two apart", 0), ("two apart", 39), ("other", 0)):
             cache = store.cache_for(ids, **positions, extra_key=key)
             assert cache.stats().reused_tokens == reused
             output = generate(model, cache, ids, **positions)
@@ -510,7 +510,7 @@ class TestIdentity:
             store.commit(cache, output)
         assert "no extra_key= that names all of it" in store.cache_for(ids, **positions).stats().why
         assert turn(store, ids)[1] == 39
-        assert {run.extra_keys for run in store.runs() if run.parent is None} == {(), ("from 7",), ("other",)}
+        assert {run.extra_keys for run in store.runs() if run.parent is None} == {(), ("two apart",), ("other",)}
 
     def test_negative_prompts_have_a_cache_of_their_own(self, model):
         store, ids, negative = make_store(model), words(1, 40), words(1, 25, seed=5)

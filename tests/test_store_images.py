@@ -236,6 +236,18 @@ class TestKeys:
         assert "pixel_values" not in rest
         assert torch.equal(model.generate(**rest, **{CACHE_ARGUMENT: cache}, **OPTIONS), output)
 
+    def test_one_str_names_all_images(self, model, family):
+        store = make_store(model)
+        one, other = (Chat(family).say(20, 0).show(1).say(9, 1).show(image).say(7, 2) for image in (2, 3))
+        warm(store, one.inputs, "1 and 2")
+        output, reused = warm(store, other.inputs, "1 and 3")
+        assert reused == one.ids.index(IMAGE)
+        assert torch.equal(output, cold(model, other.inputs))
+        for chat, key in ((one, "1 and 2"), (other, "1 and 3")):
+            output, reused = warm(store, chat.words, key)
+            assert reused == len(chat.ids) - 1
+            assert torch.equal(output, cold(model, chat.inputs))
+
     def test_the_same_image_at_another_place_is_computed(self, model, family):
         store = make_store(model)
         one, other = Chat(family).say(20, 0).show(1).say(5, 2), Chat(family).say(19, 0).show(1).say(5, 2)
@@ -384,8 +396,19 @@ class TestPositions:
         cache = store.cache_for(ids, mask, extra_key=[chat.keys for chat in chats])
         assert cache.get_seq_length() == width - 1
         output = model.generate(input_ids=ids, attention_mask=mask, **{CACHE_ARGUMENT: cache}, **OPTIONS)
-        for row, chat in enumerate(chats):
-            assert torch.equal(output[row, width:], cold(model, chat.inputs)[0, len(chat.ids) :])
+        expected = [cold(model, chat.inputs)[0, len(chat.ids) :] for chat in chats]
+        assert torch.equal(output[:, width:], torch.stack(expected))
+        for chat, image in zip(chats, (5, 6), strict=True):
+            chat.images = [image]
+        inputs = {name: torch.cat([chat.inputs[name] for chat in chats]) for name in ("pixel_values", "image_grid_thw")}
+        inputs |= {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": (ids == IMAGE).long()}
+        expected = [cold(model, chat.inputs)[0, len(chat.ids) :] for chat in chats]
+        for reused in (width - len(chats[1].ids) + 6, width - 1):
+            cache, rest = store.cache_and_inputs(**inputs, extra_key=[chat.keys for chat in chats])
+            assert cache.get_seq_length() == reused
+            output = model.generate(**rest, **{CACHE_ARGUMENT: cache}, **OPTIONS)
+            assert torch.equal(output[:, width:], torch.stack(expected))
+            store.commit(cache, output)
 
     @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
     def test_a_copy_of_the_model_asks_for_its_own(self, model, family, again):

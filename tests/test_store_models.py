@@ -37,12 +37,13 @@ STATES = {
     "_stream_exhausted": "Voxtral Realtime, whose every token has audio added to it: inputs without placeholders",
     "codec_model": "Bark, which has a `generate` of its own",
     "hf_device_map": "Moshi: where layers are",
+    "base_model_name_or_path": "adapters of speech models, while they are saved",
 }
 WITHOUT_EFFECT = re.compile(
     r"problem_type|.*requires_grad|.*padding_side|_hf_peft_config_loaded|_tied_weights_keys|weights?|input_dtype|"
     r"classifier|expert_capacity|first_transformer_layer_id|pos_encoding|cached_(rotary_pos|sequence_l).*|pe|embed_.*|"
     r".*latent_stats.*|onnx_trace|last_dropout|attn_(gradients|mask)|attention_map|_cache|_encoder_cache|expand|"
-    r"relative_attention_bias|_embed|_seen_tokens|pos_enc|context_stack|count|af2_to_esm|input_conditioner"
+    r"relative_attention_bias|_embed|_seen_tokens|pos_enc|context_stack|count|af2_to_esm|input_conditioner|cache_implementation|do_sample|io_same_device"
 )
 
 # Models with `rope_deltas` whose positions cannot be given to them.
@@ -78,9 +79,10 @@ def generating_classes() -> Iterator[type[PreTrainedModel]]:
         if STATE in path.read_text():
             module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
             for found in vars(module).values():
-                if inspect.isclass(found) and found.__module__ == module.__name__:
-                    if issubclass(found, PreTrainedModel) and issubclass(found, GenerationMixin) and found.config_class:
-                        yield found
+                is_own = inspect.isclass(found) and found.__module__ == module.__name__
+                generates = is_own and issubclass(found, PreTrainedModel) and issubclass(found, GenerationMixin)
+                if generates and found.config_class:
+                    yield found
 
 
 def test_every_model_that_keeps_positions_is_known() -> None:
@@ -91,7 +93,7 @@ def test_every_model_that_keeps_positions_is_known() -> None:
                 model = model_class(model_class.config_class())
         except (KeyError, TypeError, AttributeError):  # defaults that make no model
             asks = "_prepare_position_ids_for_generation" in vars(model_class)
-            outcome = "kept" if asks else "refused" if model_class.__name__ in REFUSED else "unused"
+            outcome = "refused" if model_class.__name__ in REFUSED else "kept" if asks else "unused"
         else:
             outcome = "unused" if not keeps_positions(model) else "refused" if why_unknown_positions(model) else "kept"
         outcomes[outcome].add(model_class.__name__)
