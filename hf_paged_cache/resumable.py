@@ -17,7 +17,8 @@ from hf_paged_cache.rope_positions import why_unknown_positions
 _PREFIX_MODELS = frozenset({"colpali", "paligemma"})
 # Names of a config, and of configs in it, for the tokens that images and the like are put in the place of.
 PLACEHOLDERS = frozenset(f"{kind}_token_{what}" for kind in ("audio", "image", "video") for what in ("id", "index")) | {
-    "image_patch_id"
+    "image_patch_id",
+    "visual_indicator_token_ids",  # Ovis 2 gives them another meaning where there are images
 }
 
 
@@ -56,8 +57,8 @@ def why_not_now(model: Any) -> str:
     try:
         active = model.active_adapters
         active = active() if callable(active) else active
-    except ValueError:  # transformers' word for none
-        active = []
+    except ValueError:  # a model that PEFT has changed from within does not know
+        active = waiting
     applied = waiting & ({active} if isinstance(active, str) else {*active})
     if not applied:
         return ""
@@ -75,7 +76,8 @@ def placeholders(config: Any) -> list[int]:
     found, waiting = set(), [config]
     while waiting:
         about = waiting.pop()
-        found |= {token for name in PLACEHOLDERS if isinstance(token := getattr(about, name, None), int)}
+        for tokens in (getattr(about, name, None) for name in PLACEHOLDERS):
+            found |= {*tokens} if isinstance(tokens, list | tuple) else {tokens} - {None}
         waiting += [value for value in vars(about).values() if isinstance(value, PreTrainedConfig)]
     return sorted(found)
 

@@ -495,6 +495,23 @@ class TestIdentity:
         assert store.commit(cache, ids) == 0
         assert store.cache_for(ids, token_type_ids=torch.zeros_like(ids)).get_seq_length() == 39
 
+    def test_one_key_names_what_all_tokens_depend_on(self, llama):
+        """Positions of one's own: another model, as far as keys are concerned, for every token."""
+        model, store, ids = llama(), make_store(llama()), words(1, 40)
+        turn(store, ids)
+        positions = {"position_ids": 2 * torch.arange(40)[None]}
+        expected = cold(model, ids, **positions)
+        assert not torch.equal(expected, cold(model, ids))
+        for key, reused in ((None, 0), ("two apart", 0), ("two apart", 39), ("other", 0)):
+            cache = store.cache_for(ids, **positions, extra_key=key)
+            assert cache.stats().reused_tokens == reused
+            output = generate(model, cache, ids, **positions)
+            assert torch.equal(output, expected)
+            store.commit(cache, output)
+        assert "no extra_key= that names all of it" in store.cache_for(ids, **positions).stats().why
+        assert turn(store, ids)[1] == 39
+        assert {run.extra_keys for run in store.runs() if run.parent is None} == {(), ("two apart",), ("other",)}
+
     def test_negative_prompts_have_a_cache_of_their_own(self, model):
         store, ids, negative = make_store(model), words(1, 40), words(1, 25, seed=5)
         options = {"guidance_scale": 2.0, "negative_prompt_ids": negative, "max_new_tokens": 6, "do_sample": False}

@@ -131,12 +131,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(num_blocks=st.integers(1, 10))
     def evict(self, num_blocks: int) -> None:
-        kinds = self.store._known.allocators
-        reusable = [(when, kind, block) for kind, each in enumerate(kinds) for block, when in each._reusable.items()]
+        reusable = [allocator for allocator in self.store._known.allocators if allocator.num_reusable]
+        oldest = min(reusable, key=lambda allocator: allocator.oldest, default=None)
+        block = None if oldest is None else next(iter(oldest._reusable))
         self.store.evict(num_blocks * BLOCK_BYTES)
-        if reusable and not any(each._released_later for each in kinds):
-            _, kind, oldest = min(reusable)
-            assert oldest not in kinds[kind]._reusable  # whatever layers it is of
+        assert oldest is None or block not in oldest._reusable  # whatever layers it is of
 
     @rule()
     def clear(self) -> None:

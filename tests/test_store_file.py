@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from hf_paged_cache import BlockStore, KVQuant, PagedCache, StoreFileError
+from hf_paged_cache import BlockStore, InvalidArgumentError, KVQuant, PagedCache, StoreFileError
 from hf_paged_cache.pool import GroupPool
 from hf_paged_cache.prefill import CACHE_ARGUMENT
 from hf_paged_cache.prefix import PrefixNode
@@ -276,7 +276,9 @@ class TestLazily:
         learn(store, tokens(90))
         store.save(path)
         least = max(pool.block_bytes for pool in store._known._pools)
-        for memory in (1, 2 * least, 6 * least, 12 * least):
+        with pytest.raises(InvalidArgumentError, match="no room for one block"):
+            BlockStore.load(path, store.model, memory=1)
+        for memory in (2 * least, 6 * least, 12 * least):
             loaded = BlockStore.load(path, store.model, memory=memory)
             cache = loaded.cache_for(tokens(90))
             assert cache.get_seq_length() in (0, 89)

@@ -5,25 +5,82 @@ The answers of a model without any reuse, with transformers' own cache, are what
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import BlockStore, InvalidArgumentError
 from hf_paged_cache.prefill import CACHE_ARGUMENT
 from tests.families import family_called
-from tests.family_configs import FIRST_WORD, IMAGE, IMAGE_END, IMAGE_START, VOCABULARY
+from tests.family_configs import FIRST_WORD, IMAGE, IMAGE_END, IMAGE_START, TEXT, UNTIED, VIDEO, VOCABULARY, rope
 from tests.stores import SIZE, check_unheld, make_store
 
-NUM_TOKENS = {"LLaVA": 4, "Gemma 3 with images": 4, "Qwen2-VL": 6}
+NUM_TOKENS = {"LLaVA": 4, "Gemma 3 with images": 4}  # of an image; 6 under rotary positions in three axes
+PIXELS = {"LLaVA": (1, 3, 8, 8), "Gemma 3 with images": (1, 3, 16, 16)}
 OPTIONS = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
 
 
 def text(length: int, seed: int) -> list[int]:
     return torch.randint(FIRST_WORD, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def qwen2_5_vl() -> hf.Qwen2_5_VLConfig:
+    return hf.Qwen2_5_VLConfig(
+        **UNTIED,
+        **QWEN_TOKENS,
+        text_config={**TEXT, "rope_parameters": rope(mrope_section=[1, 1, 2])},
+        vision_config={**QWEN_TOWER, "fullatt_block_indexes": [0], "window_size": 16},
+    )
+
+
+def qwen3_vl() -> hf.Qwen3VLConfig:
+    rotary = rope(mrope_section=[4, 2, 2], mrope_interleaved=True)
+    return hf.Qwen3VLConfig(
+        **UNTIED,
+        **QWEN_TOKENS,
+        text_config={**TEXT, "head_dim": 16, "rope_parameters": rotary},
+        vision_config={**QWEN_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 64},
+    )
+
+
+def glm_4v() -> hf.Glm4vConfig:
+    return hf.Glm4vConfig(
+        **UNTIED,
+        text_config={**TEXT, "rope_parameters": rope(mrope_section=[1, 1, 2])},
+        vision_config={**QWEN_TOWER, "image_size": 32},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        image_start_token_id=IMAGE_START,
+        image_end_token_id=IMAGE_END,
+    )
+
+
+QWEN_TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "patch_size": 4,
+    "intermediate_size": 32,
+    "out_hidden_size": 32,
+}
+QWEN_TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": IMAGE_START,
+    "vision_end_token_id": IMAGE_END,
+}
+SIBLINGS = {"Qwen2.5-VL": qwen2_5_vl, "Qwen3-VL": qwen3_vl, "GLM-4V": glm_4v}
+
+
+def build(family: str) -> PreTrainedModel:
+    like = family_called("Qwen2-VL" if family in SIBLINGS else family)
+    return like.build_from(SIBLINGS.get(family, like.config)(), "hf_paged")
 
 
 class Chat:
@@ -43,7 +100,7 @@ class Chat:
         return self
 
     def show(self, image: int) -> Chat:
-        self.ids = [*self.ids, IMAGE_START, *[IMAGE] * NUM_TOKENS[self.family], IMAGE_END]
+        self.ids = [*self.ids, IMAGE_START, *[IMAGE] * self.tokens_an_image, IMAGE_END]
         self.images = [*self.images, image]
         return self
 
@@ -57,31 +114,37 @@ class Chat:
         return other
 
     @property
+    def tokens_an_image(self) -> int:
+        return NUM_TOKENS.get(self.family, 6)
+
+    @property
     def keys(self) -> list[str]:
         return [f"image {image}" for image in self.images]
 
     @property
     def words(self) -> dict[str, Tensor]:
         ids = torch.tensor([self.ids])
-        types = {"Qwen2-VL": "mm_token_type_ids", "Gemma 3 with images": "token_type_ids"}.get(self.family)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | (
-            {types: (ids == IMAGE).long()} if types else {}
-        )
+        types = {"LLaVA": None, "Gemma 3 with images": "token_type_ids"}.get(self.family, "mm_token_type_ids")
+        words = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return words | ({types: (ids == IMAGE).long()} if types else {})
 
     @property
     def inputs(self) -> dict[str, Tensor]:
         """All that the model wants, every image included."""
-        shape = {"LLaVA": (1, 3, 8, 8), "Gemma 3 with images": (1, 3, 16, 16), "Qwen2-VL": (24, 96)}[self.family]
+        shape = PIXELS.get(self.family, (24, 96))
         pixels = [torch.randn(shape, generator=torch.Generator().manual_seed(image)) for image in self.images]
         inputs = self.words
         if pixels:
             inputs["pixel_values"] = torch.cat(pixels)
-            if self.family == "Qwen2-VL":
+            if self.family not in PIXELS:
                 inputs["image_grid_thw"] = torch.tensor([[1, 4, 6]] * len(pixels))
         return inputs
 
 
-@pytest.fixture(scope="module", params=["LLaVA", "Qwen2-VL", "Gemma 3 with images"])
+SLOW = ["Gemma 3 with images", *SIBLINGS]
+
+
+@pytest.fixture(params=["LLaVA", "Qwen2-VL", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -94,7 +157,7 @@ def models() -> dict[str, PreTrainedModel]:
 @pytest.fixture
 def model(family: str, models: dict[str, PreTrainedModel]) -> PreTrainedModel:
     if family not in models:
-        models[family] = family_called(family).build("hf_paged")
+        models[family] = build(family)
     return models[family]
 
 
@@ -173,6 +236,18 @@ class TestKeys:
         assert "pixel_values" not in rest
         assert torch.equal(model.generate(**rest, **{CACHE_ARGUMENT: cache}, **OPTIONS), output)
 
+    def test_one_str_names_all_images(self, model, family):
+        store = make_store(model)
+        one, other = (Chat(family).say(20, 0).show(1).say(9, 1).show(image).say(7, 2) for image in (2, 3))
+        warm(store, one.inputs, "1 and 2")
+        output, reused = warm(store, other.inputs, "1 and 3")
+        assert reused == one.ids.index(IMAGE)
+        assert torch.equal(output, cold(model, other.inputs))
+        for chat, key in ((one, "1 and 2"), (other, "1 and 3")):
+            output, reused = warm(store, chat.words, key)
+            assert reused == len(chat.ids) - 1
+            assert torch.equal(output, cold(model, chat.inputs))
+
     def test_the_same_image_at_another_place_is_computed(self, model, family):
         store = make_store(model)
         one, other = Chat(family).say(20, 0).show(1).say(5, 2), Chat(family).say(19, 0).show(1).say(5, 2)
@@ -183,7 +258,7 @@ class TestKeys:
 
     def test_images_that_are_neither_given_nor_known_are_missed(self, model, family):
         store, chat = make_store(model), Chat(family).say(20, 0).show(1).say(9, 1)
-        with pytest.raises(InvalidArgumentError, match=f"{NUM_TOKENS[family]} tokens of the prompt stand for images"):
+        with pytest.raises(InvalidArgumentError, match=f"{chat.tokens_an_image} tokens of the prompt stand for images"):
             store.cache_for(**chat.words, extra_key=chat.keys)
 
     @pytest.mark.parametrize("keys", [[], ["a", "b"]])
@@ -260,9 +335,9 @@ class TestSessions:
 class TestPositions:
     """What a model keeps beside the cache is that of the prompt, whoever generated last."""
 
-    @pytest.fixture(scope="class")
-    def family(self) -> str:
-        return "Qwen2-VL"
+    @pytest.fixture(params=["Qwen2-VL", *(pytest.param(name, marks=pytest.mark.slow) for name in SIBLINGS)])
+    def family(self, request: pytest.FixtureRequest) -> str:
+        return request.param
 
     def test_text_after_somebody_elses_image(self, model, family):
         store, chat = make_store(model), Chat(family).say(40, 0)
@@ -292,7 +367,7 @@ class TestPositions:
         cache = store.cache_for(**chat.words, extra_key=chat.keys)
         for turn in range(2):
             expected = cold(model, chat.inputs)
-            cold(model, Chat(family).show(9).say(12, 8).inputs)
+            cold(model, Chat(family).show(9).show(8).say(12, 8).inputs)
             output = model.generate(**chat.words, **{CACHE_ARGUMENT: cache}, **OPTIONS)
             assert torch.equal(output, expected)
             store.commit(cache, output)
@@ -302,7 +377,7 @@ class TestPositions:
         store, chat = make_store(model), Chat(family).say(20, 0).show(1).say(9, 1)
         warm(store, chat.inputs, chat.keys)
         store.save(tmp_path / "store.safetensors")
-        fresh = family_called(family).build("hf_paged")
+        fresh = build(family)
         loaded = BlockStore.load(tmp_path / "store.safetensors", fresh, memory="4MiB")
         output, reused = warm(loaded, chat.words, chat.keys)
         assert reused == len(chat.ids) - 1
@@ -317,8 +392,32 @@ class TestPositions:
         ids, mask = torch.zeros(2, width, dtype=torch.long), torch.zeros(2, width, dtype=torch.long)
         for row, chat in enumerate(chats):
             ids[row, width - len(chat.ids) :], mask[row, width - len(chat.ids) :] = torch.tensor(chat.ids), 1
+        cold(model, Chat(family).show(9).show(8).say(12, 8).inputs)
         cache = store.cache_for(ids, mask, extra_key=[chat.keys for chat in chats])
         assert cache.get_seq_length() == width - 1
         output = model.generate(input_ids=ids, attention_mask=mask, **{CACHE_ARGUMENT: cache}, **OPTIONS)
-        for row, chat in enumerate(chats):
-            assert torch.equal(output[row, width:], cold(model, chat.inputs)[0, len(chat.ids) :])
+        expected = [cold(model, chat.inputs)[0, len(chat.ids) :] for chat in chats]
+        assert torch.equal(output[:, width:], torch.stack(expected))
+        for chat, image in zip(chats, (5, 6), strict=True):
+            chat.images = [image]
+        inputs = {name: torch.cat([chat.inputs[name] for chat in chats]) for name in ("pixel_values", "image_grid_thw")}
+        inputs |= {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": (ids == IMAGE).long()}
+        expected = [cold(model, chat.inputs)[0, len(chat.ids) :] for chat in chats]
+        for reused in (width - len(chats[1].ids) + 6, width - 1):
+            cache, rest = store.cache_and_inputs(**inputs, extra_key=[chat.keys for chat in chats])
+            assert cache.get_seq_length() == reused
+            output = model.generate(**rest, **{CACHE_ARGUMENT: cache}, **OPTIONS)
+            assert torch.equal(output[:, width:], torch.stack(expected))
+            store.commit(cache, output)
+
+    @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+    def test_a_copy_of_the_model_asks_for_its_own(self, model, family, again):
+        store, chat = make_store(model), Chat(family).say(20, 0).show(1).say(9, 1)
+        warm(store, chat.inputs, chat.keys)
+        other = again(model)
+        model.model.rope_deltas = "not to be seen by another model"
+        copied = make_store(other)
+        expected = cold(other, chat.inputs)
+        warm(copied, chat.inputs, chat.keys)
+        assert torch.equal(warm(copied, chat.words, chat.keys)[0], expected)
+        assert model.model.rope_deltas == "not to be seen by another model"
