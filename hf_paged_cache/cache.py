@@ -302,6 +302,7 @@ class PagedCache(FormerNames, DynamicCache):
         there is none, nothing happens. Recurrent states of hybrid models cannot be taken back: unless it was the first
         pass, the cache then refuses to go on until `reset()`.
         """
+        self._request = None
         if self._unfinished_layers() or self._unreached_layers():
             self._undo_pass(max(group.last_pass for group in self._groups))
 

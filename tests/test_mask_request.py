@@ -189,6 +189,8 @@ class TestImages:
 
     @pytest.mark.parametrize("num_more", [-1, 0, 1])
     def test_an_image_turn_of_as_many_text_tokens_as_the_image_has(self, num_more):
+        if CACHE_ARGUMENT != "cache":
+            pytest.skip("older transformers give an image to the first turn only")
         model = self.family().build("hf_paged")
         measured = DynamicCache(config=model.config)
         self.run(model, measured, 4)
