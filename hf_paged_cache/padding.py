@@ -10,7 +10,6 @@ from hf_paged_cache.errors import CacheStateError, InvalidArgumentError, other_b
 from hf_paged_cache.mask_request import MaskRequest, prompt_without_new_tokens
 from hf_paged_cache.tables import BlockTable
 
-
 _WITHOUT_CACHE = "Under use_cache=False, which computes everything again at every step, pass no cache"
 
 
