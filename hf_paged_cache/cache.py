@@ -331,6 +331,7 @@ class PagedCache(FormerNames, DynamicCache):
         """
         with self._budget.lock:
             self._budget.ledger.recover()
+        self._request = None
         if self._unfinished_layers() or self._unreached_layers():
             self._undo_pass(max(group.last_pass for group in self._groups))
 

@@ -10,6 +10,8 @@ from hf_paged_cache.errors import CacheStateError, InvalidArgumentError, other_b
 from hf_paged_cache.mask_request import MaskRequest, prompt_without_new_tokens
 from hf_paged_cache.tables import BlockTable
 
+_WITHOUT_CACHE = "Under use_cache=False, which computes everything again at every step, pass no cache"
+
 
 class Announcement(NamedTuple):
     """The 2-D attention mask of the forward pass that is running.
@@ -55,14 +57,16 @@ def check_request(request: MaskRequest, tables: Sequence[BlockTable], num_column
             "Pass the ids of the whole sequence, or the new ones with the attention_mask of the whole sequence; "
             "for another prompt take a new cache, or `reset()` this one"
         )
-    for table in tables:
-        check_mask(attention_mask, table, num_new)
+    try:
+        for table in tables:
+            check_mask(attention_mask, table, num_new)
+    except InvalidArgumentError:
+        _check_prompt(request, num_columns, cache)  # the reason, if the prompt has been cut the wrong way round
+        raise
     if position_ids is not None and _is_readable(position_ids, num_new):
         check_positions(request, num_columns)
     elif num_columns:
-        num_tokens = prompt_without_new_tokens(request, cache)
-        if num_tokens is not None:
-            raise _stale_cache(f"the prompt has {num_tokens} tokens", num_columns)
+        _check_prompt(request, num_columns, cache)
 
 
 def check_mask(attention_mask: torch.Tensor | None, table: BlockTable, num_new: int) -> None:
@@ -86,9 +90,10 @@ def check_mask(attention_mask: torch.Tensor | None, table: BlockTable, num_new: 
     if num_columns and attention_mask.shape[0] != table.num_rows:
         raise InvalidArgumentError(other_batch_size(table.num_rows, attention_mask.shape[0], "attention_mask"))
     if attention_mask.shape[1] < num_columns + num_new:
+        hint = f". {_WITHOUT_CACHE}" if attention_mask.shape[1] == num_new else ""
         raise InvalidArgumentError(
             f"attention_mask covers {attention_mask.shape[1]} columns, but the cache holds {num_columns} and "
-            f"{num_new} are new: expected {num_columns + num_new}. Pass the mask of the whole sequence"
+            f"{num_new} are new: expected {num_columns + num_new}. Pass the mask of the whole sequence{hint}"
         )
     if num_columns and table.padding.any() and _is_readable(attention_mask, num_new):
         padding = np.arange(num_columns)[None] < table.padding[:, None]
@@ -140,13 +145,19 @@ def check_positions(request: MaskRequest, num_columns: int) -> None:
     )
 
 
+def _check_prompt(request: MaskRequest, num_columns: int, cache: Any) -> None:
+    """Raises `CacheStateError` if the pass computes a prompt that has no token behind the cached ones."""
+    num_tokens = prompt_without_new_tokens(request, cache)
+    if num_tokens is not None:
+        raise _stale_cache(f"the prompt has {num_tokens} tokens", num_columns)
+
+
 def _stale_cache(what: str, num_tokens: int) -> CacheStateError:
     """The error for an input that does not go on from the cached tokens; `what` says how that shows."""
     return CacheStateError(
         f"{what}, but the cache holds {num_tokens} tokens before it: the input does not go on from them. Pass the ids "
         "of the whole sequence, of which the cache holds the beginning, or the new ids with the attention_mask of the "
-        "whole sequence. For another prompt take a new cache, or `reset()` this one. Under use_cache=False, which "
-        "computes everything again at every step, pass no cache"
+        f"whole sequence. For another prompt take a new cache, or `reset()` this one. {_WITHOUT_CACHE}"
     )
 
 

@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from hf_paged_cache import CacheStateError, OutOfBlocks
-from tests.stores import INT4, SIZE, check_unheld, make_store
+from tests.stores import INT4, SIZE, check_unheld, generate, make_store
 from tests.word_models import word_llama, word_tokenizer
 
 Models = Callable[..., PreTrainedModel]
@@ -109,7 +109,7 @@ class Interrupting(BaseStreamer):
         self.num_tokens = num_tokens
 
     def put(self, value: Tensor) -> None:
-        self.seen.append(value.reshape(len(value) if value.ndim == 1 and len(self.seen) else 1, -1).cpu())
+        self.seen.append(value.reshape(1, -1).cpu())
         if len(self.seen) > self.num_tokens:
             raise KeyboardInterrupt
 
@@ -138,6 +138,14 @@ class TestInterruptedTurns:
             if kv == "raw":
                 assert output.equal(llama().generate(following, **call(following)))
         check_unheld(store)
+
+    def test_without_a_session_by_what_a_streamer_saw(self, llama, tokens):
+        model, store, ids = llama(), make_store(llama()), tokens(30)
+        cache, streamer = store.cache_for(ids), Interrupting(4)
+        with pytest.raises(KeyboardInterrupt):
+            generate(model, cache, ids, streamer=streamer, max_new_tokens=90)
+        cache.rollback()
+        assert store.commit(cache, torch.cat(streamer.seen, dim=1)) == 33
 
     @pytest.mark.parametrize("layer", [0, 1, 2])
     def test_in_the_middle_of_a_pass(self, llama, tokens, layer):
