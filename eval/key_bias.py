@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 import torch
 from arguments import parser_of
-from hf_paged_cache import KVQuant, PagedCache
 from hf_paged_kernels import Backend
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from variants import cache_argument
+
+from hf_paged_cache import KVQuant, PagedCache
 
 CODECS: tuple[str | KVQuant, ...] = (
     "int8",
@@ -116,8 +117,8 @@ def tiny_model() -> PreTrainedModel:
 
 @torch.no_grad()
 def divergence(model: PreTrainedModel, kv: str | KVQuant, backend: Backend | None = None) -> float:
-    """The mean KL divergence, in nats, of what a model predicts with some tokens in codes from what it predicts with the
-    same tokens exact."""
+    """The mean KL divergence, in nats, of what a model predicts with tokens in codes from what it predicts with them
+    exact."""
     ids = torch.randint(8, model.config.vocab_size, (1, STORED + SCORED), generator=torch.Generator().manual_seed(0))
     log_probs = []
     for codec in ("raw", kv):

@@ -40,6 +40,7 @@ from arguments import (
     positives,
     set_threads,
 )
+from key_bias import add_key_bias, key_bias
 from machine import describe
 from quality_bench import Bench, Row, Task
 from quality_caches import CACHES, REFERENCE, CacheKind, detailed_kind, missing_requirement
@@ -96,6 +97,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of("quality.py", __doc__)
     default = partial(default_of, FULL)
     add_model(parser)
+    parser.add_argument(
+        "--key-bias",
+        type=key_bias,
+        metavar="SIZE:PAIR,PAIR,..[:QUERY_FACTOR]",
+        help="add a bias to the keys of all layers in these rotary pairs, 0 for the fastest, as Qwen2 has one",
+    )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--text", type=Path, metavar="FILE", help="text to measure on, in UTF-8")
     source.add_argument("--dataset", metavar="NAME", help="wikitext, or repository:configuration:split:column")
@@ -212,6 +219,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(parser, argv)
     set_threads(arguments)
     model, tokenizer, name = load_model(parser, arguments)
+    if arguments.key_bias is not None:
+        try:
+            add_key_bias(model, arguments.key_bias)
+        except ValueError as error:
+            parser.error(f"--key-bias: {error}")
+        name = f"{name} with {arguments.key_bias}"
     try:
         text = _text(arguments)
         tasks = _tasks(arguments, tokenizer, text)

@@ -68,11 +68,8 @@ def make_codec(kv: str | KVQuant, backend: Backend | None = None) -> Codec:
         names = ", ".join(map(repr, CODECS))
         raise InvalidArgumentError(f"unknown kv={kv!r}: expected one of {names}, or a KVQuant")
     kv = kv.filled()
-    codec: Codec
-    if kv.is_token_wise:
-        codec = _SCALED[kv.base](backend, key_offset=kv.key_offset)
-    else:
-        codec = GroupedCodec(kv, backend)
+    scaled = _SCALED.get(kv.base)
+    codec: Codec = GroupedCodec(kv, backend) if scaled is None else scaled(backend, key_offset=kv.key_offset)
     if kv.rotate_keys or kv.rotate_values:
         return RotatedCodec(codec, rotates_keys=kv.rotate_keys, rotates_values=kv.rotate_values)
     return codec

@@ -171,8 +171,8 @@ def make_unpack(by_channel: bool, num_vectors: int) -> Callable:
     """Makes `unpack(packed, packed_stride, shift, largest, scale, zero, scale_stride, count, out, out_stride)`.
 
     For each of `count` tokens it takes the codes at one bit position of `num_vectors * LANES` bytes, and stores
-    `(code + zero) * scale` as float32. Scale and zero are addresses of bfloat16 and of float16: of one for each of these
-    channels, for all tokens, else of one for each token, `scale_stride` apart.
+    `(code + zero) * scale` as float32. Scale and zero are addresses of bfloat16 and of float16: of one for each of
+    these channels, for all tokens, else of one for each token, `scale_stride` apart.
     """
 
     @intrinsic

@@ -24,8 +24,8 @@ class Format:
     Attributes:
         key, value: their width, the power of two in it and the rest that kernels take it as, and the runs of channels
             that it consists of (see `codes`).
-        constants: `("raw",)`, `("int8", unit, whether keys have offsets)`, `("fp8", ...)`, or `("grouped", bits of a key,
-            bits of a value, tokens of a group of keys, channels of a group of values)`.
+        constants: `("raw",)`, `("int8", unit, whether keys have offsets)`, `("fp8", ...)`, or `("grouped", bits of a
+            key, bits of a value, tokens of a group of keys, channels of a group of values)`.
         dtype: of queries, and of new keys and values.
     """
 
