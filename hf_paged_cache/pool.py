@@ -333,6 +333,10 @@ class GroupPool:
         """Whether a layer has codes of full blocks only."""
         return self._codec_of(layer_idx).hot is not None
 
+    def block_planes(self, layer_idx: int) -> frozenset[str]:
+        """The planes of a layer that say something about a block, and nothing about single tokens of it."""
+        return self._codec_of(layer_idx).block_planes
+
     def empty_planes(self, layer_idx: int, geometry: Geometry, num_blocks: int) -> dict[str, torch.Tensor]:
         """The planes of a layer with so many blocks by name: shapes and dtypes, without memory."""
         on_no_device = replace(geometry, device=torch.device("meta"))

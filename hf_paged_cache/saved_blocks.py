@@ -199,7 +199,7 @@ class _BlocksToWrite(NamedTuple):
     def _heads(self, layer_idx: int, name: str, plane: torch.Tensor) -> Iterator[torch.Tensor]:
         """The bytes of a plane shaped like `plane`, uint8 `[n, ...]` of one head after the other."""
         in_memory = torch.from_numpy(self.block_ids != 0)
-        unwritten = self._unwritten(layer_idx)
+        unwritten = self._unwritten(layer_idx, name)
         for head in range(plane.shape[0] if len(unwritten) else 0):
             blocks = torch.empty(plane.shape[1:], dtype=plane.dtype).view(torch.uint8)
             if in_memory.any():
@@ -211,10 +211,12 @@ class _BlocksToWrite(NamedTuple):
             blocks.view(*unwritten.shape, -1)[unwritten] = 0
             yield blocks
 
-    def _unwritten(self, layer_idx: int) -> torch.Tensor:
+    def _unwritten(self, layer_idx: int, name: str) -> torch.Tensor:
         """What no token of a run is in, where somebody else's prompt may have left something: bool `[n, block_size]`,
-        or `[n]` for codes, which are made of full blocks only."""
+        or `[n]` for codes, which are made of full blocks only, and for what the first token of a block decides."""
         block_size = self.pool.block_size
+        if name in self.pool.block_planes(layer_idx):
+            return torch.from_numpy(self.num_tokens == 0)
         if self.pool.quantizes_blocks(layer_idx):
             return torch.from_numpy(self.num_tokens < block_size)
         return torch.from_numpy(np.arange(block_size)[None] >= self.num_tokens[:, None])

@@ -18,9 +18,10 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_paged_cache import KVQuant
-from tests.kernels.definition import block_keys, block_values, rotated, single, token_wise
+from tests.kernels.definition import block_keys, block_values, rotated, single, token_wise, with_offset
 
 Rounding = Callable[[np.ndarray], np.ndarray]
+KeyRounding = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -28,35 +29,44 @@ class Quantization:
     """What one layer does to blocks of keys and values.
 
     Attributes:
-        key, value: what blocks `[..., block_size, dim]` read as.
+        key: what the keys `[..., block_size, dim]` of some blocks read as, given the first key `[..., 1, dim]` of the
+            block that is the unit of memory.
+        value: what values `[..., block_size, dim]` read as.
+        memory_block_size: tokens of that block.
         block_size: tokens that are quantized together.
         hot_window: newest tokens that stay exact, at least.
         sink: first tokens that stay exact, rounded up to blocks.
     """
 
-    key: Rounding
+    key: KeyRounding
     value: Rounding
+    memory_block_size: int
     block_size: int = 1
     hot_window: int = 0
     sink: int = 0
 
 
 def quantization(kv: KVQuant, block_size: int) -> Quantization:
-    """What a codec does; `"int8"` and `"fp8"` quantize each token by itself, whatever the size of a block."""
+    """What a codec does; `"int8"` and `"fp8"` quantize each token by itself, but for the offset of a block's keys."""
     quant = kv.filled()
     if quant.is_token_wise:
-        key = value = partial(token_wise, name=quant.base)
+        value = partial(token_wise, name=quant.base)
+        key = partial(with_offset, name=quant.base) if quant.key_offset else without_first_key(value)
     else:
-        key, value = partial(block_keys, quant=quant), partial(block_values, quant=quant)
+        key, value = without_first_key(partial(block_keys, quant=quant)), partial(block_values, quant=quant)
     key = rotating(key) if quant.rotate_keys else key
     value = rotating(value) if quant.rotate_values else value
     if quant.is_token_wise:
-        return Quantization(key, value)
-    return Quantization(key, value, block_size, quant.hot_window, quant.sink)
+        return Quantization(key, value, block_size)
+    return Quantization(key, value, block_size, block_size, quant.hot_window, quant.sink)
 
 
-def rotating(rounding: Rounding) -> Rounding:
-    return lambda states: rotated(rounding(single(rotated(states))))
+def without_first_key(rounding: Rounding) -> KeyRounding:
+    return lambda keys, first_key: rounding(keys)
+
+
+def rotating(rounding: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    return lambda *states: rotated(rounding(*(single(rotated(each)) for each in states)))
 
 
 class OracleLayer(DynamicLayer):
@@ -75,10 +85,12 @@ class OracleLayer(DynamicLayer):
         self.is_sliding = window is not None
         self.sliding_window = window
         self.quantized: list[set[int]] = []  # blocks, for each row
+        self.first_keys: list[dict[int, np.ndarray]] = []  # of blocks of memory, exact, for each row
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.quantized:
             self.quantized = [set() for _ in key_states]
+            self.first_keys = [{} for _ in key_states]
             self.padding = self.padding.repeat(len(key_states) // len(self.padding))
         num_old = self.get_seq_length()
         first_column = self.get_mask_sizes(0)[1]
@@ -97,11 +109,15 @@ class OracleLayer(DynamicLayer):
             padding = int(self.padding[row])
             begin = max(-(-self.how.sink // size), -(-max(first_column - padding, 0) // size))
             end = (length - padding - self.how.hot_window) // size
-            for block in set(range(begin, end)) - done:
+            for block in sorted(set(range(begin, end)) - done):
                 columns = slice(padding + block * size, padding + (block + 1) * size)
-                for states, rounding in ((self.keys, self.how.key), (self.values, self.how.value)):
-                    exact = states[row, :, columns].float().double().numpy()
-                    states[row, :, columns] = torch.from_numpy(rounding(exact)).to(states.dtype)
+                keys, values = (states[row, :, columns].float().double().numpy() for states in (self.keys, self.values))
+                memory_block, place = divmod(block * size, self.how.memory_block_size)
+                if place == 0:
+                    self.first_keys[row][memory_block] = keys[:, :1]
+                read = self.how.key(keys, self.first_keys[row][memory_block]), self.how.value(values)
+                for states, rounded in zip((self.keys, self.values), read, strict=True):
+                    states[row, :, columns] = torch.from_numpy(rounded).to(states.dtype)
                 done.add(block)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -136,6 +152,7 @@ class OracleLayer(DynamicLayer):
     def _select(self, rows: Sequence[int]) -> None:
         if self.quantized:
             self.quantized = [set(self.quantized[row]) for row in rows]
+            self.first_keys = [dict(self.first_keys[row]) for row in rows]
             self.padding = self.padding[rows]
 
 

@@ -31,9 +31,18 @@ def test_bytes_of_a_block_are_those_of_its_planes(
 
 @pytest.mark.parametrize(
     ("kv", "bits"),
-    [("raw", 16), ("int8", 8.25), ("fp8", 8.25), ("int4", 4.5), ("k8v4", 6.5), ("k4v2", 3.75), ("kivi2", 3.0)],
+    [
+        ("raw", 16),
+        ("int8", 8.375),
+        ("fp8", 8.375),
+        (KVQuant("int8", key_offset=False), 8.25),
+        ("int4", 4.5),
+        ("k8v4", 6.5),
+        ("k4v2", 3.75),
+        ("kivi2", 3.0),
+    ],
 )
-def test_bits_of_an_element_with_all_metadata(kv: str, bits: float) -> None:
+def test_bits_of_an_element_with_all_metadata(kv: str | KVQuant, bits: float) -> None:
     """Blocks of 64 tokens, a head_dim of 64, a model in 16 bits."""
     geometry = Geometry(2, 64, 64, torch.float16, torch.float16, CPU)
     assert 8 * make_codec(kv).block_bytes(geometry, 64) / (2 * 64 * 2 * 64) == bits
@@ -65,6 +74,7 @@ def test_a_cache_refuses_what_it_does_not_know(llama: Any, arguments: dict[str, 
         ({"base": "raw"}, r"KVQuant\('raw'\): expected one of 'int8'"),
         ({"base": "int3"}, r"KVQuant\('int3'\)"),
         ({"base": "int8", "hot_window": 64}, r"has no hot_window: each token is quantized by itself"),
+        ({"base": "int4", "key_offset": False}, r"KVQuant\('int4'\) has no key_offset: .* for each channel already"),
         ({"base": "fp8", "key_bits": 4, "sink": 0}, r"has no key_bits, sink"),
         ({"key_bits": 3}, "key_bits=3: expected 2, 4 or 8"),
         ({"value_bits": 16}, "value_bits=16: expected 2, 4 or 8"),

@@ -63,7 +63,7 @@ def written_bytes(store: BlockStore, node: PrefixNode) -> dict[tuple[int, int, s
                     continue
                 heads = [pool.read_blocks(layer_idx, name, head, np.array([block_id])) for head in range(len(plane))]
                 block = torch.cat(heads)
-                if node.num_tokens < SIZE:
+                if node.num_tokens < SIZE and name not in pool.block_planes(layer_idx):
                     block = block[:, : node.num_tokens]
                 found[kind, layer_idx, name] = block.numpy().tobytes()
     return found

@@ -48,6 +48,7 @@ from eval.common.report import write_files
 from eval.quality.bench import Bench, Row, Task
 from eval.quality.caches import CACHES, REFERENCE, CacheKind, detailed_kind, missing_requirement
 from eval.quality.journal import Journal, JournalError
+from eval.quality.key_bias import add_key_bias, key_bias
 from eval.quality.likelihood import likelihood_row, make_windows
 from eval.quality.plot import plot
 from eval.quality.reader import kept_attention
@@ -105,6 +106,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of("python -m eval.quality", __doc__)
     default = partial(default_of, FULL)
     add_model(parser)
+    parser.add_argument(
+        "--key-bias",
+        type=key_bias,
+        metavar="SIZE:PAIR,PAIR,..[:QUERY_FACTOR]",
+        help="add a bias to the keys of all layers in these rotary pairs, 0 for the fastest, as Qwen2 has one",
+    )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--text", type=Path, metavar="FILE", help="text to measure on, in UTF-8")
     source.add_argument("--dataset", metavar="NAME", help="wikitext, or repository:configuration:split:column")
@@ -221,6 +228,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(parser, argv)
     set_threads(arguments)
     model, tokenizer, name = load_model(parser, arguments)
+    if arguments.key_bias is not None:
+        try:
+            add_key_bias(model, arguments.key_bias)
+        except ValueError as error:
+            parser.error(f"--key-bias: {error}")
+        name = f"{name} with {arguments.key_bias}"
     try:
         text = _text(arguments)
         tasks = _tasks(arguments, tokenizer, text)

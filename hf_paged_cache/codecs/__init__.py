@@ -9,13 +9,13 @@ from hf_paged_cache.codecs.grouped import GroupedCodec
 from hf_paged_cache.codecs.quant import PRESETS, KVQuant
 from hf_paged_cache.codecs.raw import RawCodec
 from hf_paged_cache.codecs.rotated import RotatedCodec
-from hf_paged_cache.codecs.scaled import Fp8Codec, Int8Codec
+from hf_paged_cache.codecs.scaled import Fp8Codec, Int8Codec, ScaledCodec
 from hf_paged_cache.errors import InvalidArgumentError
 from hf_paged_cache.hot import HotPolicy
 
-_TOKEN_WISE: dict[str, type[Codec]] = {"raw": RawCodec, "int8": Int8Codec, "fp8": Fp8Codec}
+_SCALED: dict[str, type[ScaledCodec]] = {"int8": Int8Codec, "fp8": Fp8Codec}
 
-CODECS = (*_TOKEN_WISE, *PRESETS)
+CODECS = ("raw", *_SCALED, *PRESETS)
 """The names that `PagedCache(config, kv=...)` takes."""
 
 
@@ -61,14 +61,15 @@ def make_codec(kv: str | KVQuant, backend: Backend | None = None) -> Codec:
         InvalidArgumentError: there is none of that name.
     """
     if isinstance(kv, str) and kv in CODECS:
-        if kv in _TOKEN_WISE:
-            return _TOKEN_WISE[kv](backend)
+        if kv == "raw":
+            return RawCodec(backend)
         kv = KVQuant(kv)
     if not isinstance(kv, KVQuant):
         names = ", ".join(map(repr, CODECS))
         raise InvalidArgumentError(f"unknown kv={kv!r}: expected one of {names}, or a KVQuant")
     kv = kv.filled()
-    codec = _TOKEN_WISE[kv.base](backend) if kv.is_token_wise else GroupedCodec(kv, backend)
+    scaled = _SCALED.get(kv.base)
+    codec: Codec = GroupedCodec(kv, backend) if scaled is None else scaled(backend, key_offset=kv.key_offset)
     if kv.rotate_keys or kv.rotate_values:
         return RotatedCodec(codec, rotates_keys=kv.rotate_keys, rotates_values=kv.rotate_values)
     return codec

@@ -65,6 +65,9 @@ class Codec(ABC):
     hot: HotPolicy | None = None
     """What stays exact, for codecs that quantize whole blocks."""
 
+    block_planes: frozenset[str] = frozenset()
+    """Planes that say something about a block, and nothing about single tokens of it, by their names."""
+
     def __init__(self, backend: Backend | None = None) -> None:
         self.backend = backend
 

@@ -46,9 +46,9 @@ class GroupedCodec(Codec):
         return GroupedBlocks(
             key=plane(block_size, geometry.key_dim * quant.key_bits // 8, dtype=torch.uint8),
             value=plane(block_size, geometry.value_dim * quant.value_bits // 8, dtype=torch.uint8),
-            key_scale=plane(*key_groups),
+            key_scale=plane(*key_groups, dtype=torch.bfloat16),
             key_zero=plane(*key_groups),
-            value_scale=plane(*value_groups),
+            value_scale=plane(*value_groups, dtype=torch.bfloat16),
             value_zero=plane(*value_groups),
             key_bits=quant.key_bits,
             value_bits=quant.value_bits,

@@ -15,8 +15,8 @@ class KVQuant:
     """How keys and values are quantized, in detail: `PagedCache(config, kv=KVQuant("int4", sink=128))`.
 
     What is left out is as in `base`. Under `"int8"` and `"fp8"` every token is quantized by itself, when it is written,
-    and only the rotations and `layers` apply. Under the others a block is quantized when it is full: keys in groups
-    along its tokens, values in groups along the channels, the first and the newest tokens not at all.
+    and only `key_offset`, the rotations and `layers` apply. Under the others a block is quantized when it is full: keys
+    in groups along its tokens, values in groups along the channels, the first and the newest tokens not at all.
 
     Args:
         base: `"int8"`, `"fp8"`, `"int4"`, `"k8v4"`, `"k4v2"` or `"kivi2"`.
@@ -26,6 +26,9 @@ class KVQuant:
         key_coverage, value_coverage: part of the range of a group, in its middle, that the codes cover.
         hot_window: newest tokens that stay exact, at least; what follows the last full block comes on top.
         sink: first tokens of each row that stay exact, rounded up to whole blocks.
+        key_offset: under `"int8"` and `"fp8"`, whether codes of keys say what is left without the offset of their
+            block: its first key in the channels that stand out there. On unless it is `False`: without it, keys of
+            models that have a large bias in a few channels (Qwen2) are read too coarsely.
         rotate_keys, rotate_values: multiply keys (and queries) or values by a Hadamard matrix before they are
             quantized; it is undone when they are read.
         layers: other choices for single layers: a layer index, or `"sliding"` for all layers with a window, and for
@@ -44,6 +47,7 @@ class KVQuant:
     value_coverage: float | None = None
     hot_window: int | None = None
     sink: int | None = None
+    key_offset: bool | None = None
     rotate_keys: bool | None = None
     rotate_values: bool | None = None
     layers: Mapping[int | str, "str | KVQuant"] = field(default_factory=dict)
@@ -56,6 +60,10 @@ class KVQuant:
         if given and self.base in TOKEN_WISE:
             raise InvalidArgumentError(
                 f"KVQuant({self.base!r}) has no {', '.join(given)}: each token is quantized by itself, with 8 bits"
+            )
+        if self.key_offset is not None and self.base not in TOKEN_WISE:
+            raise InvalidArgumentError(
+                f"KVQuant({self.base!r}) has no key_offset: its keys have a scale and a zero for each channel already"
             )
         for name in ("key_bits", "value_bits"):
             if getattr(self, name) not in (None, *BITS):
@@ -91,11 +99,12 @@ class KVQuant:
 
     def filled(self) -> "KVQuant":
         """With every detail given."""
-        preset = {"rotate_keys": False, "rotate_values": False} if self.is_token_wise else PRESETS[self.base]
+        preset = _TOKEN_WISE_PRESET if self.is_token_wise else PRESETS[self.base]
         return replace(self, **{name: value for name, value in preset.items() if getattr(self, name) is None})
 
 
 TOKEN_WISE = ("int8", "fp8")
+_TOKEN_WISE_PRESET = {"key_offset": True, "rotate_keys": False, "rotate_values": False}
 _DETAILS = (
     "key_bits",
     "value_bits",

@@ -16,8 +16,9 @@ T = TypeVar("T")
 class Blocks(ABC):
     """All blocks of one layer, in some format.
 
-    Each plane is `[num_kv_heads, num_blocks, ...]`: the first one has an entry for each token next, and none shares
-    memory with another. As long as the planes are the same tensors, so are the blocks: what is derived from them is
+    Each plane is `[num_kv_heads, num_blocks, ...]`, and nothing about a block is anywhere else: whoever copies its part
+    of each plane copies the block. The first plane has an entry for each token next, and none shares memory with
+    another. As long as the planes are the same tensors, so are the blocks: what is derived from them is
     worked out once.
     """
 

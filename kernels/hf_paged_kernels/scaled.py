@@ -1,10 +1,16 @@
 """Blocks of 8-bit codes with a scale for each token and head: `int8` and `fp8`.
 
-    x  =  code * scale         scale float16;  int8: max |x| / 127,  fp8: at least max |x| / 448
+    x  =  code * scale                      scale bfloat16;  int8: max |x| / 127,  fp8: at least max |x| / 448
+    x  =  code * scale + offset             keys; offset bfloat16, one for each channel of a block
 
 Floating-point codes lie the closer the smaller they are, in steps that repeat with each factor of 2. Which scale rounds
 a token best depends on all its values, so `fp8` tries some over a factor of 2 and takes the one of the least squared
 error. A token is quantized when it is written, by itself, so nothing about it changes later.
+
+Some models (Qwen2) add a bias to keys that is hundreds of times larger than the rest in a few channels, and then all of
+a token's steps are as coarse as those channels need. So a block keeps an offset, and its codes say what is left without
+it. The offset is that of the block's first key in the channels where it stands out, and 0 in the others. It depends on
+that token alone, and with it the codes of the block: rows that share tokens share codes.
 """
 
 from dataclasses import dataclass
@@ -15,11 +21,19 @@ import torch
 from hf_paged_kernels.layout import Blocks, Part, TokenIndex, in_model_dtype
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-LARGEST_SCALE = torch.finfo(torch.float16).max
+LARGEST_STATE = 2.0**100
+"""Larger numbers, infinity among them, count as this one: scores and sums of values have to fit in float32."""
 # The divergence that `eval.quality` measures falls by a third with 8 scales, and by a tenth more with 16.
 FP8_SCALES = 16
 # Bounds what the search takes besides, and keeps it in the processor's cache.
 VALUES_AT_A_TIME = 2**18
+OUTLIER_FACTOR = 6.0
+"""A channel stands out if it is that many times as large as the median of its token's magnitudes: of normally
+distributed numbers, hardly one in 10,000."""
+MEDIAN_SHIFT = 19
+"""Bits of a float32 that the median leaves out: it has an exponent and 4 bits of mantissa."""
+LARGEST_OFFSET_EXPONENT = 127 + 100
+"""The exponent, as float32 stores it, of the largest number, which has no offset any more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,9 +42,11 @@ class ScaledBlocks(Blocks):
 
     Attributes:
         key, value: codes as int8, `[num_kv_heads, num_blocks, block_size, dim]`; of fp8 their bits.
-        key_scale, value_scale: float16 `[num_kv_heads, num_blocks, block_size]`
+        key_scale, value_scale: bfloat16 `[num_kv_heads, num_blocks, block_size]`
         code_dtype: int8 or float8_e4m3fn.
         dtype: the model's.
+        key_offset: bfloat16 `[num_kv_heads, num_blocks, key_dim]`, what every key of a block has besides; `None` for
+            codes of the keys themselves.
     """
 
     key: torch.Tensor
@@ -39,10 +55,12 @@ class ScaledBlocks(Blocks):
     value_scale: torch.Tensor
     code_dtype: torch.dtype
     dtype: torch.dtype
+    key_offset: torch.Tensor | None = None
 
     @property
     def planes(self) -> tuple[torch.Tensor, ...]:
-        return (self.key, self.value, self.key_scale, self.value_scale)
+        planes = (self.key, self.value, self.key_scale, self.value_scale)
+        return planes if self.key_offset is None else (*planes, self.key_offset)
 
     @cached_property
     def dims(self) -> tuple[int, int]:
@@ -51,32 +69,66 @@ class ScaledBlocks(Blocks):
     def read_blocks(self, part: Part, block_ids: torch.Tensor) -> torch.Tensor:
         planes = (getattr(self, part), getattr(self, f"{part}_scale"))
         codes, scale = (plane.index_select(1, block_ids) for plane in planes)
-        return in_model_dtype(codes.view(self.code_dtype).float() * scale.float()[..., None], self.dtype)
+        states = codes.view(self.code_dtype).float() * scale.float()[..., None]
+        if part == "key" and self.key_offset is not None:
+            states += self.key_offset.index_select(1, block_ids).float()[:, :, None]
+        return in_model_dtype(states, self.dtype)
 
     def write(self, part: Part, states: torch.Tensor, index: TokenIndex) -> None:
-        """Quantizes and stores tokens `[batch, num_kv_heads, tokens, dim]` at `index`."""
+        """Quantizes and stores tokens `[batch, num_kv_heads, tokens, dim]` at `index`.
+
+        The first key of a block sets its offset. Keys without it among them are stored with the offset that their block
+        has.
+        """
         states, rows = states.reshape(-1, states.shape[-1]), index.rows
         if index.stored is not None:
             states, rows = states.index_select(0, index.stored), rows.index_select(0, index.stored)
+        if part == "key" and self.key_offset is not None:
+            states = states.float() - self._offsets(states, rows)
         plane, scales = getattr(self, part), getattr(self, f"{part}_scale")
         codes, scale = quantized(states, self.code_dtype)
         plane.view(-1, plane.shape[-1]).index_copy_(0, rows, codes.view(torch.int8))
         scales.view(-1).index_copy_(0, rows, scale)
 
+    def _offsets(self, keys: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The offsets of keys `[n, dim]` that belong at `rows` `[n]`, once those of blocks that begin here are set."""
+        offsets, blocks = self.key_offset.view(-1, keys.shape[-1]), rows // self.block_size
+        begins = (rows % self.block_size == 0).nonzero()[:, 0]
+        first_keys = keys.index_select(0, begins)
+        offsets.index_copy_(0, blocks.index_select(0, begins), outlying(first_keys).to(offsets.dtype))
+        return offsets.index_select(0, blocks).float()
+
+
+def outlying(states: torch.Tensor) -> torch.Tensor:
+    """What stands out of tokens `[..., dim]`, rounded to what bfloat16 holds, float32; 0 in all other channels.
+
+    Nothing here is rounded but the result, so that every kernel finds the same. Infinity and NaN do not stand out: they
+    are for their token alone.
+    """
+    states = states.float().contiguous()
+    bits = states.view(torch.int32)
+    magnitudes = (bits & 0x7FFFFFFF) >> MEDIAN_SHIFT
+    median = magnitudes.sort(-1).values[..., (states.shape[-1] - 1) // 2, None] << MEDIAN_SHIFT
+    stands_out = states.abs() >= OUTLIER_FACTOR * median.view(torch.float32)
+    stands_out &= bits >> 23 & 0xFF < LARGEST_OFFSET_EXPONENT
+    rounded = (bits + 0x8000) & -0x10000
+    return torch.where(stands_out, rounded, 0).view(torch.float32)
+
 
 def quantized(states: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of tokens.
 
-    Infinity counts as the largest value that can be stored. NaN makes the scale of its token NaN, and so the token.
+    Scales have the range of float32, so that no token vanishes for being small. Infinity counts as `LARGEST_STATE`. NaN
+    makes the scale of its token NaN, and so the token.
 
     Args:
         states: `[..., dim]`
         dtype: int8 or float8_e4m3fn.
 
     Returns:
-        Codes `[..., dim]`, scales float16 `[...]`.
+        Codes `[..., dim]`, scales bfloat16 `[...]`.
     """
-    states = states.float()
+    states = states.float().clamp(-LARGEST_STATE, LARGEST_STATE)
     smallest = states.abs().amax(-1) / LARGEST_CODE[dtype]
     if dtype == torch.int8:
         return _codes(states, smallest, dtype)
@@ -93,9 +145,12 @@ def scale_factors(device: torch.device) -> torch.Tensor:
 
 
 def _codes(states: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes nearest to `states` `[..., dim]` under scales `[...]` rounded to float16, and those."""
+    """The codes nearest to `states` `[..., dim]` under scales `[...]` rounded to bfloat16, and those.
+
+    A scale that is rounded down makes the largest number at most 127.5 steps: nearest to the largest code still.
+    """
     largest = LARGEST_CODE[dtype]
-    scale = scale.clamp(max=LARGEST_SCALE).half()
+    scale = scale.bfloat16()
     # Zeros have scale 0 and codes 0.
     codes = (states / scale.float()[..., None]).nan_to_num(0.0, largest, -largest).clamp(-largest, largest)
     return (codes.round() if dtype == torch.int8 else codes).to(dtype), scale

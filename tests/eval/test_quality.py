@@ -261,7 +261,8 @@ def test_found_is_what_greedy_decoding_gives(make_bench, model, tokenizer):
     [
         ("dynamic", 16, 16),
         ("raw", 16, 16),
-        ("int8", 8 + 16 / 64, 8 + 16 / 64),
+        # A scale for each token, and an offset of keys for each channel of 64 tokens.
+        ("int8", 8 + 16 / 64 + 16 / 64 / 2, 8 + 16 / 64 + 16 / 64 / 2),
         # A scale and a zero for 64 tokens of a channel, or 64 channels of a token.
         ("int4", 4 + 32 / 64, None),
         ("quanto4", 4 + 32 / 64, 4 + 32 / 64),

@@ -10,7 +10,7 @@ import torch
 
 from hf_paged_cache import KVQuant
 
-LARGEST_HALF = 65504.0
+LARGEST_STATE = 2.0**100
 # e4m3: sign, 4 bits of exponent with a bias of 7, 3 bits of mantissa; no infinity, and one NaN for each sign.
 _BITS = np.arange(256)
 _EXPONENT, _MANTISSA = _BITS >> 3 & 15, _BITS & 7
@@ -20,14 +20,32 @@ E4M3 = np.where(_BITS & 127 == 127, np.nan, np.where(_BITS < 128, _MAGNITUDE, -_
 LARGEST_CODE = {"int8": 127.0, "fp8": 448.0}
 
 
+def with_offset(keys: np.ndarray, first_key: np.ndarray, name: str) -> np.ndarray:
+    """What keys `[..., tokens, dim]` of a block that begins with `first_key` `[..., 1, dim]` read as."""
+    offset = outlying(first_key)
+    return token_wise(single(keys - offset), name) + offset
+
+
+def outlying(states: np.ndarray) -> np.ndarray:
+    """The channels of tokens `[..., dim]` that are at least 6 times as large as the median, rounded down to 5 bits, of
+    their magnitudes; to 8 bits. Of others nothing."""
+    median = np.sort(np.abs(states), axis=-1)[..., (states.shape[-1] - 1) // 2, None]
+    mantissa, exponent = np.frexp(median)
+    median = np.ldexp(np.floor(mantissa * 32) / 32, exponent)
+    exponents = np.frexp(states)[1]
+    ulp = 2.0 ** (exponents - 8.0)
+    rounded = np.sign(states) * np.floor(np.abs(states) / ulp + 0.5) * ulp
+    return np.where(np.abs(states) >= 6 * median, rounded, 0.0)
+
+
 def token_wise(states: np.ndarray, name: str) -> np.ndarray:
     """What tokens `[..., dim]` read as under `"int8"` or `"fp8"`."""
     largest = LARGEST_CODE[name]
     smallest = np.abs(states).max(-1, keepdims=True) / largest
     if name == "int8":
-        return np.round(_in_units_of(half(smallest), states, largest)) * half(smallest)
+        return np.round(_in_units_of(bfloat(smallest), states, largest)) * bfloat(smallest)
     # Of the scales over a factor of 2 the one that rounds the token best.
-    scales = half(smallest * 2 ** (np.arange(16).reshape(16, *[1] * states.ndim) / 16))
+    scales = bfloat(smallest * 2 ** (np.arange(16).reshape(16, *[1] * states.ndim) / 16))
     read = nearest_e4m3(_in_units_of(scales, states, largest)) * scales
     with np.errstate(invalid="ignore", over="ignore"):
         errors = ((read - states) ** 2).sum(-1, keepdims=True)
@@ -43,15 +61,18 @@ def grouped(states: np.ndarray, bits: int, axis: int, coverage: float) -> np.nda
     """What groups that run along `axis` read as with codes of `bits` bits, a scale and a zero, for codes that cover
     the middle of their range."""
     largest = 2**bits - 1
-    lowest, highest = (
-        bound(states, axis=axis, keepdims=True).clip(-LARGEST_HALF, LARGEST_HALF) for bound in (np.min, np.max)
-    )
+    lowest, highest = (bound(states, axis=axis, keepdims=True) for bound in (np.min, np.max))
     extent = single(highest - lowest)
     margin = single(extent * (1 - coverage) / 2)
-    scale, zero = half((extent - 2 * margin) / largest), half(lowest + margin)
+    first = single(lowest + margin)
+    # A zero counts steps in float16.
+    step = single(np.maximum((extent - 2 * margin) / largest, np.abs(first) / 60_000))
+    scale = bfloat(step)
+    scale = np.where(scale < step, bfloat(step * (1 + 2**-8)), scale)
     with np.errstate(divide="ignore", invalid="ignore"):
-        codes = np.nan_to_num((states - zero) / scale, nan=0.0, posinf=largest, neginf=0.0).clip(0, largest)
-    return np.round(codes) * scale + zero
+        zero = half(np.nan_to_num(first / scale))
+        codes = np.nan_to_num(states / scale - zero, nan=0.0, posinf=largest, neginf=0.0).clip(0, largest)
+    return (np.round(codes) + zero) * scale
 
 
 def block_keys(keys: np.ndarray, quant: KVQuant) -> np.ndarray:
@@ -81,8 +102,13 @@ def divisor(size: int, group: int) -> int:
 
 
 def half(numbers: np.ndarray) -> np.ndarray:
-    """Rounded to float16, saturating."""
-    return single(numbers).clip(-LARGEST_HALF, LARGEST_HALF).astype(np.float16).astype(np.float64)
+    """Rounded to float16."""
+    return single(numbers).astype(np.float16).astype(np.float64)
+
+
+def bfloat(numbers: np.ndarray) -> np.ndarray:
+    """Rounded to bfloat16."""
+    return torch.from_numpy(numbers.astype(np.float32)).bfloat16().double().numpy()
 
 
 def single(numbers: np.ndarray) -> np.ndarray:
@@ -108,8 +134,9 @@ def assert_as_near(read: torch.Tensor, expected: np.ndarray, exact: torch.Tensor
         expected, exact: like `read`, float64.
         axis: along which a group runs.
     """
-    rounding = (torch.finfo(read.dtype).eps + 1e-6) * exact.abs().amax(axis, keepdim=True)
-    largest = torch.finfo(read.dtype).max
+    of_dtype = torch.finfo(read.dtype)
+    rounding = (of_dtype.eps + 1e-6) * exact.abs().amax(axis, keepdim=True) + of_dtype.smallest_normal * of_dtype.eps
+    largest = of_dtype.max
     read, expected = read.double(), torch.from_numpy(expected).clamp(-largest, largest)
     is_same = (read - expected).abs() <= rounding
     is_equally_near = ((read - exact).abs() - (expected - exact).abs()).abs() <= rounding
@@ -133,4 +160,5 @@ def hard_inputs(shape: tuple[int, ...], generator: torch.Generator) -> dict[str,
         "one token that is not zero": noise * (torch.arange(shape[-2]) == 3)[:, None],
         "very small": noise * 1e-7,
         "as large as float16": noise.clamp(-2, 2) * 32_752,
+        "from 1e-7 to 1e4": noise * 10.0 ** torch.linspace(-7, 4, shape[-2])[:, None],
     }

@@ -90,6 +90,9 @@ def attend_quantized(
     """Output and log-sum-exp of `attention`, then those of the oracle; the output also as it is without the latter."""
     generator = torch.Generator().manual_seed(case.seed)
     rows = random_rows(case, dtype, generator)
+    if kv in ("int8", "fp8") and dtype == torch.float32:  # 16 bits hold too little beside a large offset
+        for row in rows:
+            row.key[..., 1::8] += 12.0
     query = torch.randn(len(rows), case.query_length, case.heads[0], case.dims[0], generator=generator)
     query = query.to(dtype).transpose(1, 2)
     options = {

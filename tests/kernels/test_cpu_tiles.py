@@ -45,15 +45,22 @@ def test_floating_point_numbers(dtype: torch.dtype, number: int, dim: int) -> No
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_codes_with_a_scale_for_each_token(dtype: torch.dtype, dim: int) -> None:
-    """Every code, with scales from the smallest float16 to the largest."""
+@pytest.mark.parametrize("has_offsets", [False, True])
+def test_codes_with_a_scale_for_each_token(dtype: torch.dtype, dim: int, has_offsets: bool) -> None:
+    """Every code, with scales of any magnitude."""
     codes = torch.arange(256).to(torch.uint8).view(dtype)
     codes = codes[~codes.float().isnan()]  # none of which is ever written
-    scales = torch.tensor([2**-24, 3 * 2**-24, 2**-14, 0.37, 65504, 0.0, torch.nan]).half()
+    scales = torch.tensor([2**-60, 3 * 2**-24, 2**-14, 0.37, 2**90, 0.0, torch.nan]).bfloat16()
     count = len(scales) * -(-len(codes) // dim)
     states = codes.repeat(count * dim // len(codes) + 1)[: count * dim].view(count, dim)
     scales = scales.repeat_interleave(count // len(scales))
+    offsets = torch.linspace(-300, 5, dim).bfloat16()
     rows, width = room_for(count, dim)
-    bits = 8 if dtype == torch.int8 else 0
-    tiles.decode_scaled(states.data_ptr(), scales.data_ptr(), bits, rows.data_ptr(), dim, width, count)
-    assert_same_bits(rows, states.float() * scales.float()[:, None])
+    bits, added = 8 if dtype == torch.int8 else 0, offsets.data_ptr() if has_offsets else 0
+    tiles.decode_scaled(states.data_ptr(), scales.data_ptr(), added, bits, rows.data_ptr(), dim, width, count)
+    expected = states.float() * scales.float()[:, None]
+    if not has_offsets:
+        assert_same_bits(rows, expected)
+        return
+    torch.testing.assert_close(rows[:, :dim], expected + offsets.float(), rtol=2**-23, atol=1e-4, equal_nan=True)
+    assert (rows[:, dim:] == 0).all()

@@ -37,9 +37,45 @@ def test_written_codes_are_the_same_bit_for_bit(
     written = []
     for writer in ("reference", backend):
         planes = [torch.full((1, num_blocks, 16, dim), 90, dtype=torch.int8) for _ in range(2)]
-        scales = [torch.full((1, num_blocks, 16), 5.0, dtype=torch.float16) for _ in range(2)]
+        scales = [torch.full((1, num_blocks, 16), 5.0, dtype=torch.bfloat16) for _ in range(2)]
         blocks = ScaledBlocks(*planes, *scales, code_dtype, dtype)
         write_kv(blocks, key, key.flip(2), step, backend=writer)
         written.append(blocks)
+    for plane, expected in zip(written[1].planes, written[0].planes, strict=True):
+        torch.testing.assert_close(plane, expected, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:divide by zero:RuntimeWarning")
+@pytest.mark.parametrize("code_dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [4, 16, 80])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_offsets_are_the_same_bit_for_bit(backend: str, code_dtype: torch.dtype, dtype: torch.dtype, dim: int) -> None:
+    """Rows that begin with padding, at the begin of a block and in the middle of one, in two passes: blocks whose first
+    key is new, in the same pass and in one before."""
+    pytest.importorskip(BACKENDS[backend])
+    heads, num_blocks, lengths = 2, 40, (150, 3, 0)
+    generator = torch.Generator().manual_seed(0)
+    key = torch.randn(3, heads, 150, dim, generator=generator)
+    key[..., 1::7] += 100.0
+    key[:, 1, ::32, 0], key[0, 0, 96, 2], key[0, 1, 112, 1] = 50.0, math.nan, math.inf
+    key = key.to(dtype)
+    tables = torch.randperm(num_blocks - 1, generator=generator)[:30].view(3, 10) + 1
+    tokens = torch.arange(150)
+    slots = torch.stack([table[tokens // 16] * 16 + tokens % 16 for table in tables])
+    for row, length in enumerate(lengths):
+        slots[row] = torch.cat([torch.full((150 - length,), -1), slots[row, :length]])
+    written = []
+    for writer in ("reference", backend):
+        shape = (heads, num_blocks, 16)
+        planes = [torch.full((*shape, dim), 90, dtype=torch.int8) for _ in range(2)]
+        scales = [torch.full(shape, 5.0, dtype=torch.bfloat16) for _ in range(2)]
+        offset = torch.full((heads, num_blocks, dim), math.nan, dtype=torch.bfloat16)
+        blocks = ScaledBlocks(*planes, *scales, code_dtype, dtype, offset)
+        for columns in (slice(0, 70), slice(70, 71), slice(71, 150)):
+            states = key[:, :, columns]
+            write_kv(blocks, states, states.flip(1), step_with(slots[:, columns].tolist(), 16), backend=writer)
+        written.append(blocks)
+    assert bool((written[0].key_offset == 100).any())
     for plane, expected in zip(written[1].planes, written[0].planes, strict=True):
         torch.testing.assert_close(plane, expected, atol=0, rtol=0, equal_nan=True)

@@ -181,8 +181,9 @@ def _new(states: torch.Tensor, part: StoredPart) -> tuple[torch.Tensor, Sequence
 def _addresses(part: StoredPart) -> Sequence[int]:
     """What the record says of keys or values first: where those in blocks are."""
     if part.codes is None:
-        return part.exact.data_ptr(), 0, 0, 0
-    return address_of(part.exact), part.codes.data_ptr(), part.scale.data_ptr(), address_of(part.zero)
+        return part.exact.data_ptr(), 0, 0, 0, 0
+    scales = part.scale.data_ptr(), address_of(part.zero), address_of(part.offset)
+    return address_of(part.exact), part.codes.data_ptr(), *scales
 
 
 def _fill_for_nothing_seen(out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None) -> None:

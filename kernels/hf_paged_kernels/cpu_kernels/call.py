@@ -60,6 +60,7 @@ PART = (
     "codes",  # 0 if there are none
     "scale",
     "zero",  # 0: codes have a scale for each token
+    "offset",  # of each channel of a block, added to what codes with a scale for each token say; 0 for none
     "fresh",  # new tokens that are not in blocks
     "fresh_batch",  # strides
     "fresh_head",

@@ -28,7 +28,7 @@ class StoredPart(NamedTuple):
         format: how.
         dtype: of those that are no codes, new ones included.
         exact: those that are no codes, `[num_kv_heads, num_blocks, block_size, dim]`; `None` if all are codes.
-        codes, scale, zero: the others; `None` if there are none.
+        codes, scale, zero, offset: the others; `None` if there are none.
     """
 
     format: Format
@@ -37,6 +37,7 @@ class StoredPart(NamedTuple):
     codes: torch.Tensor | None = None
     scale: torch.Tensor | None = None
     zero: torch.Tensor | None = None
+    offset: torch.Tensor | None = None
 
 
 class Stored(NamedTuple):
@@ -89,7 +90,8 @@ def _stored_part(blocks: KVBlocks | ScaledBlocks | HotColdBlocks, part: Part) ->
         return StoredPart(Format(dim, width, number, 0, 0), dtype, plane)
     if isinstance(blocks, ScaledBlocks):
         bits = 8 if blocks.code_dtype == torch.int8 else 0
-        return StoredPart(Format(dim, width, number, bits, 0), dtype, None, plane, getattr(blocks, f"{part}_scale"))
+        scale, offset = getattr(blocks, f"{part}_scale"), blocks.key_offset if part == "key" else None
+        return StoredPart(Format(dim, width, number, bits, 0), dtype, None, plane, scale, None, offset)
     cold = blocks.cold
     codes, scale, zero, bits = (getattr(cold, f"{part}{name}") for name in ("", "_scale", "_zero", "_bits"))
     # Tokens, or channels, that share a scale.

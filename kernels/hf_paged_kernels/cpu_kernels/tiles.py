@@ -49,13 +49,13 @@ def locate(call, part, row, kv_head, token, is_fresh, past):
         past: tokens of the row before its new ones.
 
     Returns:
-        Its address, the bytes from there to the next token, its slot among codes, -1 for an exact one, and how many
-        tokens from it on are in its block, 0 for a fresh one.
+        Its address, the bytes from there to the next token, its slot among codes, -1 for an exact one, how many tokens
+        from it on are in its block, 0 for a fresh one, and the address of the offset of its block, 0 for none.
     """
     if is_fresh:
         index = row * part.fresh_batch + kv_head * part.fresh_head + (token - past) * part.fresh_token
         stride = part.fresh_token * bytes_of(part.dtype)
-        return part.fresh + index * bytes_of(part.dtype), stride, np.int64(-1), np.int64(0)
+        return part.fresh + index * bytes_of(part.dtype), stride, np.int64(-1), np.int64(0), np.int64(0)
     size = call.block_size
     block, offset = token // size, token % size
     place = row * call.max_blocks + block
@@ -68,17 +68,21 @@ def locate(call, part, row, kv_head, token, is_fresh, past):
         exact_block = hot_block if hot_block >= 0 else block_id
         stride = part.dim * bytes_of(part.dtype)
         slot = (kv_head * num_exact + exact_block) * size + offset
-        return part.exact + slot * stride, stride, np.int64(-1), size - offset
+        return part.exact + slot * stride, stride, np.int64(-1), size - offset, np.int64(0)
     stride = part.dim if part.zero == 0 else part.dim * part.bits // 8
-    slot = (kv_head * call.num_blocks + block_id) * size + offset
-    return part.codes + slot * stride, stride, slot, size - offset
+    head_block = kv_head * call.num_blocks + block_id
+    slot = head_block * size + offset
+    added = part.offset + head_block * part.dim * 2 if part.offset != 0 else np.int64(0)
+    return part.codes + slot * stride, stride, slot, size - offset, added
 
 
 @njit(**FLAGS)
 def fetch_strip(place, start, count):
     """Asks for `count` tokens from the `start`-th on at a place, as `locate` gives it, if they are in its block."""
-    address, stride, _, in_block = place
+    address, stride, _, in_block, added = place
     fetch_ahead(address + start * stride, min(count, in_block - start) * stride)
+    if start == 0 and added != 0:
+        fetch_ahead(added, 2 * stride)  # a code is a byte
 
 
 @njit(**FLAGS)
@@ -95,14 +99,14 @@ def strip_of(call, part, is_key, place, start, count, room):
         read, though those from `count` on mean nothing.
     """
     dim, width = part.dim, part.width
-    address, stride, slot, in_block = place
+    address, stride, slot, in_block, added = place
     address, slot = address + start * stride, slot + start if slot >= 0 else slot
     if slot < 0:
         if part.dtype == 0 and dim == width and start + -(-count // LANES) * LANES <= in_block:
             return address, dim
         copy_rows(address, part.dtype, stride, room, dim, width, count)
     elif part.zero == 0:
-        decode_scaled(address, part.scale + slot * 2, part.bits, room, dim, width, count)
+        decode_scaled(address, part.scale + slot * 2, added, part.bits, room, dim, width, count)
     elif is_key:
         size, offset = call.block_size, call.block_size - in_block + start
         groups = slot // size * (size // part.group) * dim * 2
@@ -119,24 +123,27 @@ def bytes_of(dtype):
     return np.int64(4) if dtype == 0 else np.int64(2)
 
 
-def _make_rows(read: Callable, item_bytes: int, scale_unit: float | None = None) -> Callable:
-    """Makes `rows(source, stride, scales, dim, count, out, out_stride)`, as `make_widen` does for whole vectors.
+def _make_rows(read: Callable, item_bytes: int, scale_unit: float | None = None, has_offsets: bool = False) -> Callable:
+    """Makes `rows(source, stride, scales, offsets, dim, count, out, out_stride)`, as `make_widen` does for whole
+    vectors.
 
     `dim` is any number from `LANES` on.
     """
-    widen_many, widen_one = (make_widen(read, num_vectors, scale_unit) for num_vectors in (WIDE, 1))
+    widen_many, widen_one = (make_widen(read, num_vectors, scale_unit, has_offsets) for num_vectors in (WIDE, 1))
 
     @njit(**FLAGS)
-    def rows(source, stride, scales, dim, count, out, out_stride):
+    def rows(source, stride, scales, offsets, dim, count, out, out_stride):
         channel = np.int64(0)
         while channel < dim:
             if channel + WIDE * LANES <= dim:
-                widen_many(source + channel * item_bytes, stride, scales, count, out + channel * 4, out_stride)
+                codes, added, target = source + channel * item_bytes, offsets + channel * 2, out + channel * 4
+                widen_many(codes, stride, scales, added, count, target, out_stride)
                 channel += WIDE * LANES
             else:
                 # The last vector may begin among numbers that the one before it has had.
                 place = min(channel, dim - LANES)
-                widen_one(source + place * item_bytes, stride, scales, count, out + place * 4, out_stride)
+                codes, added, target = source + place * item_bytes, offsets + place * 2, out + place * 4
+                widen_one(codes, stride, scales, added, count, target, out_stride)
                 channel += LANES
 
     return rows
@@ -144,6 +151,9 @@ def _make_rows(read: Callable, item_bytes: int, scale_unit: float | None = None)
 
 rows_of_bfloats, rows_of_halves = _make_rows(float_of_bfloats, 2), _make_rows(float_of_halves, 2)
 rows_of_int8s, rows_of_e4m3s = _make_rows(float_of_int8s, 1, 1.0), _make_rows(float_of_e4m3s, 1, 256.0)
+int8s_with_offsets, e4m3s_with_offsets = (
+    _make_rows(read, 1, unit, has_offsets=True) for read, unit in ((float_of_int8s, 1.0), (float_of_e4m3s, 256.0))
+)
 
 
 @njit(**FLAGS)
@@ -154,9 +164,9 @@ def copy_rows(source, dtype, stride, target, dim, width, count):
         for token in range(count):
             copy_numbers(source + token * stride, dtype, target + token * width * 4, dim)
     elif dtype == 1:
-        rows_of_bfloats(source, stride, nothing, dim, count, target, width)
+        rows_of_bfloats(source, stride, nothing, nothing, dim, count, target, width)
     else:
-        rows_of_halves(source, stride, nothing, dim, count, target, width)
+        rows_of_halves(source, stride, nothing, nothing, dim, count, target, width)
     clear(target, dim, width, count)
 
 
@@ -185,25 +195,33 @@ def float_of_e4m3(code):
 
 
 @njit(**FLAGS)
-def decode_scaled(codes, scales, bits, target, dim, width, count):
-    """8-bit codes with a scale for each token, see `hf_paged_kernels.scaled`."""
+def decode_scaled(codes, scales, offsets, bits, target, dim, width, count):
+    """8-bit codes with a scale for each token, and an offset for each channel unless the address of those is 0, see
+    `hf_paged_kernels.scaled`."""
     if dim < LANES:
         for token in range(count):
-            decode_codes(codes + token * dim, scales + token * 2, bits, target + token * width * 4, dim)
+            decode_codes(codes + token * dim, scales + token * 2, offsets, bits, target + token * width * 4, dim)
+    elif bits == 8 and offsets != 0:
+        int8s_with_offsets(codes, dim, scales, offsets, dim, count, target, width)
     elif bits == 8:
-        rows_of_int8s(codes, dim, scales, dim, count, target, width)
+        rows_of_int8s(codes, dim, scales, offsets, dim, count, target, width)
+    elif offsets != 0:
+        e4m3s_with_offsets(codes, dim, scales, offsets, dim, count, target, width)
     else:
-        rows_of_e4m3s(codes, dim, scales, dim, count, target, width)
+        rows_of_e4m3s(codes, dim, scales, offsets, dim, count, target, width)
     clear(target, dim, width, count)
 
 
 @njit(**FLAGS)
-def decode_codes(codes, scale, bits, target, dim):
+def decode_codes(codes, scale, offsets, bits, target, dim):
     """The `dim` codes of a token, one by one."""
-    wide = half_at(scale, 0)
+    wide = bfloat_at(scale, 0)
     patterns, out = carray(pointer(codes), (dim,), np.uint8), floats(target, dim)
     for i in range(dim):
         out[i] = (np.float32(np.int8(patterns[i])) if bits == 8 else float_of_e4m3(patterns[i])) * wide
+    if offsets != 0:
+        for i in range(dim):
+            out[i] += bfloat_at(offsets, i)
 
 
 @njit(**FLAGS)
@@ -271,13 +289,20 @@ def unpack_run(by_channel, packed, packed_stride, shift, bits, scale, zero, scal
             for i in range(channel, size):
                 place = i if by_channel else token * scale_stride
                 code = np.float32(np.int32(codes[i]) >> first_bit & largest)
-                states[i] = code * half_at(scale, place) + half_at(zero, place)
+                states[i] = (code + half_at(zero, place)) * bfloat_at(scale, place)
 
 
 @njit(**FLAGS)
 def half_at(address, index):
     """The float16 `index` from an address on, as float32."""
     return float_of_half(carray(pointer(address), (index + 1,), np.uint16)[index])
+
+
+@njit(**FLAGS)
+def bfloat_at(address, index):
+    """The bfloat16 `index` from an address on, as float32."""
+    bits = carray(pointer(address), (index + 1,), np.uint16)[index]
+    return float_of_bits(np.int32(bits) << np.int32(16))
 
 
 @njit(**FLAGS)

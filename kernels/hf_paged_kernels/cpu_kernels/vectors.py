@@ -50,10 +50,6 @@ float_of_half = _make_conversion(
     types.uint16, types.float32, lambda builder, bits: builder.fpext(builder.bitcast(bits, HALF), FLOAT)
 )
 """The float32 that a float16, given by its bits as uint16, stands for."""
-half_of_float = _make_conversion(
-    types.float32, types.uint16, lambda builder, number: builder.bitcast(builder.fptrunc(number, HALF), I16)
-)
-"""The bits of the float16 nearest to a float32, as uint16."""
 pointer = _make_conversion(
     types.int64, types.voidptr, lambda builder, address: builder.inttoptr(address, cgutils.voidptr_t)
 )
@@ -175,8 +171,8 @@ def make_unpack(by_channel: bool, num_vectors: int) -> Callable:
     """Makes `unpack(packed, packed_stride, shift, largest, scale, zero, scale_stride, count, out, out_stride)`.
 
     For each of `count` tokens it takes the codes at one bit position of `num_vectors * LANES` bytes, and stores
-    `code * scale + zero` as float32. Scale and zero are addresses of float16: of one for each of these channels, for
-    all tokens, else of one for each token, `scale_stride` apart.
+    `(code + zero) * scale` as float32. Scale and zero are addresses of bfloat16 and of float16: of one for each of
+    these channels, for all tokens, else of one for each token, `scale_stride` apart.
     """
 
     @intrinsic
@@ -197,18 +193,23 @@ def make_unpack(by_channel: bool, num_vectors: int) -> Callable:
             packed, packed_stride, shift, largest, scale, zero, scale_stride, count, out, out_stride = args
             shifts, mask = _splat(builder, shift), _splat(builder, largest)
             if by_channel:
-                factors = [[float_of_halves(builder, base, v) for base in (scale, zero)] for v in range(num_vectors)]
+                factors = []
+                for v in range(num_vectors):
+                    scales = float_of_bfloats(builder, scale, v)
+                    factors.append((scales, builder.fmul(float_of_halves(builder, zero, v), scales)))
             with cgutils.for_range(builder, count) as loop:
                 row = builder.add(packed, builder.mul(loop.index, packed_stride))
                 target = builder.mul(loop.index, out_stride)
                 if not by_channel:
                     place = builder.mul(loop.index, scale_stride)
-                    factors = [[_splat(builder, _half(builder, base, place)) for base in (scale, zero)]] * num_vectors
-                for vector, (scales, zeros) in enumerate(factors):
+                    step = _bfloat(builder, scale, place)
+                    first = builder.fmul(_half(builder, zero, place), step)
+                    factors = [(_splat(builder, step), _splat(builder, first))] * num_vectors
+                for vector, (scales, first_numbers) in enumerate(factors):
                     codes = builder.zext(_packed(builder, row, vector, BYTES, 1), INTEGERS)
                     codes = builder.and_(builder.lshr(codes, shifts), mask)
                     # Codes are below 2**31, and signed numbers are converted by a single instruction everywhere.
-                    states = _fused(builder, builder.sitofp(codes, VECTOR), scales, zeros)
+                    states = _fused(builder, builder.sitofp(codes, VECTOR), scales, first_numbers)
                     _store(builder, states, out, builder.add(target, I64(vector * LANES)))
             return context.get_dummy_value()
 
@@ -218,8 +219,10 @@ def make_unpack(by_channel: bool, num_vectors: int) -> Callable:
     return unpack
 
 
-def make_widen(read: Callable[[Any, Any], Any], num_vectors: int, scale_unit: float | None = None) -> Callable:
-    """Makes `widen(rows, stride, scales, count, out, out_stride)`.
+def make_widen(
+    read: Callable[[Any, Any], Any], num_vectors: int, scale_unit: float | None = None, has_offsets: bool = False
+) -> Callable:
+    """Makes `widen(rows, stride, scales, offsets, count, out, out_stride)`.
 
     It makes the first `num_vectors * LANES` numbers of each of `count` rows float32.
 
@@ -227,32 +230,39 @@ def make_widen(read: Callable[[Any, Any], Any], num_vectors: int, scale_unit: fl
         read: what reads a vector of numbers: `float_of_int8s`, `float_of_e4m3s`, `float_of_bfloats`, `float_of_halves`.
         num_vectors: vectors of a row.
         scale_unit: what a scale has to be multiplied by before numbers are multiplied by it; `None` for no scales.
+        has_offsets: whether each row has the same numbers added once it is scaled.
 
     Args of `widen`:
         rows: address.
         stride: bytes from row to row.
-        scales: address of float16 `[count]`; of no meaning if there are none.
+        scales: address of bfloat16 `[count]`; of no meaning if there are none.
+        offsets: address of bfloat16 `[num_vectors * LANES]`; likewise.
         out: address of float32.
         out_stride: floats from row to row.
     """
 
     @intrinsic
-    def widen(typing_context: Any, rows: Any, stride: Any, scales: Any, count: Any, out: Any, out_stride: Any) -> Any:
+    def widen(
+        typing_context: Any, rows: Any, stride: Any, scales: Any, offsets: Any, count: Any, out: Any, out_stride: Any
+    ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            rows, stride, scales, count, out, out_stride = args
+            rows, stride, scales, offsets, count, out, out_stride = args
+            added = [float_of_bfloats(builder, offsets, vector) for vector in range(num_vectors * has_offsets)]
             with cgutils.for_range(builder, count) as loop:
                 row, target = builder.add(rows, builder.mul(loop.index, stride)), builder.mul(loop.index, out_stride)
                 if scale_unit is not None:
-                    scale = _half(builder, scales, loop.index)
+                    scale = _bfloat(builder, scales, loop.index)
                     scale = _splat(builder, builder.fmul(scale, FLOAT(scale_unit)))
                 for vector in range(num_vectors):
                     numbers = read(builder, row, vector)
-                    if scale_unit is not None:
+                    if has_offsets:
+                        numbers = _fused(builder, numbers, scale, added[vector])
+                    elif scale_unit is not None:
                         numbers = builder.fmul(numbers, scale)
                     _store(builder, numbers, out, builder.add(target, I64(vector * LANES)))
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 6), generate
+        return types.void(*[types.int64] * 7), generate
 
     return widen
 
@@ -316,6 +326,13 @@ def _half(builder: Any, base: Any, index: Any) -> Any:
     """The float16 `index` from an address on, as float32."""
     address = builder.add(base, builder.mul(index, I64(2)))
     return builder.fpext(builder.load(builder.inttoptr(address, HALF.as_pointer()), align=2), FLOAT)
+
+
+def _bfloat(builder: Any, base: Any, index: Any) -> Any:
+    """The bfloat16 `index` from an address on, as float32."""
+    address = builder.inttoptr(builder.add(base, builder.mul(index, I64(2))), I16.as_pointer())
+    bits = builder.zext(builder.load(address, align=2), I32)
+    return builder.bitcast(builder.shl(bits, I32(16)), FLOAT)
 
 
 def _splat(builder: Any, number: Any) -> Any:

@@ -14,11 +14,10 @@ from hf_paged_kernels.cpu_kernels.call import DTYPES
 from hf_paged_kernels.cpu_kernels.checks import check_new
 from hf_paged_kernels.cpu_kernels.compiled import EXACT_FLAGS, c_function, checksum
 from hf_paged_kernels.cpu_kernels.operands import address_of, operand
-from hf_paged_kernels.cpu_kernels.tiles import bytes_of, copy_rows, float_of_e4m3, floats
+from hf_paged_kernels.cpu_kernels.tiles import bfloat_at, bytes_of, copy_rows, float_of_e4m3, floats
 from hf_paged_kernels.cpu_kernels.vectors import (
     bits_of_float,
-    float_of_half,
-    half_of_float,
+    float_of_bits,
     pointer,
     take_number,
 )
@@ -44,7 +43,8 @@ _PART = (
     "dtype",
     "dim",
     "target",  # numbers in that dtype, or 8-bit codes [num_kv_heads, num_slots, dim]
-    "scale",  # float16 [num_kv_heads, num_slots] of codes; 0 for none
+    "scale",  # bfloat16 [num_kv_heads, num_slots] of codes; 0 for none
+    "offset",  # bfloat16 [num_kv_heads, num_blocks, dim] of codes; 0 for none
 )
 _PART_TYPE = np.dtype([(name, np.int64) for name in _PART])
 _CALL = (
@@ -60,6 +60,7 @@ _STEP = (
 _LAYER = (
     "num_kv_heads",
     "num_slots",
+    "block_size",
     "bits",  # of codes; 0: e4m3
     "factors",  # float32 [num_factors]: what e4m3 tries the smallest scale times of
     "num_factors",
@@ -68,15 +69,24 @@ WRITE_CALL = np.dtype(
     [(name, np.int64) for name in (*_CALL, *_STEP, *_LAYER)] + [("key", _PART_TYPE), ("value", _PART_TYPE)], align=True
 )
 NEXT_ITEM, NEXT_SCRATCH = (WRITE_CALL.fields[name][1] for name in ("next_item", "next_scratch"))
-SCRATCH_BYTES = 5 * MAX_DIM  # a token as float32, and codes
-LARGEST_SCALE = np.float32(scaled.LARGEST_SCALE)
+SCRATCH_BYTES = 9 * MAX_DIM  # a token and an offset as float32, and codes
+LARGEST_STATE = np.float32(scaled.LARGEST_STATE)
+OUTLIER_FACTOR = np.float32(scaled.OUTLIER_FACTOR)
+MEDIAN_SHIFT = np.int32(scaled.MEDIAN_SHIFT)
+MEDIAN_BITS = 31 - scaled.MEDIAN_SHIFT
+LARGEST_OFFSET_EXPONENT = np.int32(scaled.LARGEST_OFFSET_EXPONENT)
 _FACTORS = scaled.scale_factors(torch.device("cpu"))
 _DTYPE_PAIRS = frozenset(product(DTYPES, repeat=2))
 
 
 @njit(**EXACT_FLAGS)
-def store_tokens(call, part, row, kv_head, first, last, numbers, best):
-    """Stores the new tokens `first .. last - 1` of a row. `numbers`, `best`: memory for a token and for its codes."""
+def store_tokens(call, part, row, kv_head, first, last, numbers, offsets, best):
+    """Stores the new tokens `first .. last - 1` of a row.
+
+    Args:
+        numbers, offsets, best: memory for a token, for an offset, and for codes.
+    """
+    current_block = np.int64(-1)  # whose offset is in `offsets`
     slots = carray(pointer(call.slots), (call.batch * call.query_length,), np.int32)
     for token in range(first, last):
         slot = np.int64(slots[row * call.query_length + token])
@@ -89,9 +99,63 @@ def store_tokens(call, part, row, kv_head, first, last, numbers, best):
             continue
         size = bytes_of(part.dtype)
         copy_rows(part.source + offset * size, part.dtype, part.dim * size, numbers, part.dim, part.dim, 1)
+        if part.offset != 0:
+            block = slot // call.block_size
+            if block != current_block:
+                load_offset(call, part, row, kv_head, token, slot, offsets)
+                current_block = block
+            states, added = floats(numbers, part.dim), floats(offsets, part.dim)
+            for i in range(part.dim):
+                states[i] -= added[i]
         codes = part.target + place * part.dim
         scales = carray(pointer(part.scale), (place + 1,), np.uint16)
         scales[place] = quantize(numbers, codes, best, part.dim, call.bits, call.factors, call.num_factors)
+
+
+@njit(**EXACT_FLAGS)
+def load_offset(call, part, row, kv_head, token, slot, offsets):
+    """Puts the offset of the block that a new token belongs in at `offsets`, float32, and into the block if the token
+    is its first.
+
+    Where the first token of the block is also new, the offset is made from it: its thread may not have stored it yet.
+    """
+    dim, block, in_block = part.dim, slot // call.block_size, slot % call.block_size
+    added = floats(offsets, dim)
+    stored = part.offset + (kv_head * (call.num_slots // call.block_size) + block) * dim * 2
+    first_token = token - in_block
+    if first_token < 0:
+        for i in range(dim):
+            added[i] = bfloat_at(stored, i)
+        return
+    place = row * part.batch_stride + kv_head * part.head_stride + first_token * part.token_stride
+    size = bytes_of(part.dtype)
+    copy_rows(part.source + place * size, part.dtype, dim * size, offsets, dim, dim, 1)
+    keep_outlying(added, dim)
+    if in_block == 0:
+        bits = carray(pointer(stored), (dim,), np.uint16)
+        for i in range(dim):
+            bits[i] = np.uint16(bits_of_float(added[i]) >> np.int32(16))
+
+
+@njit(**EXACT_FLAGS)
+def keep_outlying(states, dim):
+    """Replaces the numbers of a token by what `hf_paged_kernels.scaled.outlying` keeps of them."""
+    # The median, bit by bit: as many as come before it in their order are smaller.
+    median = np.int32(0)
+    for bit in range(MEDIAN_BITS - 1, -1, -1):
+        candidate = median | np.int32(1 << bit)
+        smaller = 0
+        for i in range(dim):
+            smaller += (bits_of_float(states[i]) & np.int32(0x7FFFFFFF)) >> MEDIAN_SHIFT < candidate
+        if smaller <= (dim - 1) // 2:
+            median = candidate
+    threshold = OUTLIER_FACTOR * float_of_bits(median << MEDIAN_SHIFT)
+    for i in range(dim):
+        bits = bits_of_float(states[i])
+        exponent = bits >> np.int32(23) & np.int32(0xFF)
+        stands_out = abs(states[i]) >= threshold and exponent < LARGEST_OFFSET_EXPONENT
+        rounded = (bits + np.int32(0x8000)) & np.int32(-0x10000)
+        states[i] = float_of_bits(rounded) if stands_out else np.float32(0)
 
 
 @njit(**EXACT_FLAGS)
@@ -119,6 +183,7 @@ def quantize(numbers, codes, best, dim, bits, factors, num_factors):
     largest = np.float32(0)
     has_nan = False
     for i in range(dim):
+        states[i] = in_range(states[i], LARGEST_STATE) if states[i] == states[i] else states[i]
         largest = max(largest, abs(states[i]))
         has_nan |= states[i] != states[i]
     if has_nan:
@@ -126,7 +191,7 @@ def quantize(numbers, codes, best, dim, bits, factors, num_factors):
     out = carray(pointer(codes), (dim,), np.uint8)
     if bits == 8:
         scale = rounded_scale(largest / np.float32(127))
-        wide = float_of_half(scale)
+        wide = float_of_scale(scale)
         for i in range(dim):
             out[i] = np.uint8(np.int32(np.rint(in_range(states[i] / wide, np.float32(127)))))
         return scale
@@ -147,7 +212,15 @@ def quantize(numbers, codes, best, dim, bits, factors, num_factors):
 
 @njit(**EXACT_FLAGS)
 def rounded_scale(scale):
-    return half_of_float(min(scale, LARGEST_SCALE) if scale == scale else scale)
+    """The bits of the bfloat16 nearest to a float32 that is not negative, of two equally near ones the even."""
+    bits = bits_of_float(scale)
+    odd = bits >> np.int32(16) & np.int32(1)
+    return np.uint16((bits + np.int32(0x7FFF) + odd) >> np.int32(16) if scale == scale else np.int32(0x7FC0))
+
+
+@njit(**EXACT_FLAGS)
+def float_of_scale(bits):
+    return float_of_bits(np.int32(bits) << np.int32(16))
 
 
 @njit(**EXACT_FLAGS)
@@ -159,8 +232,8 @@ def in_range(number, largest):
 @njit(**EXACT_FLAGS)
 def e4m3_codes(states, scale, out, dim):
     """The nearest codes, of two equally near ones the even, under a rounded scale, whose bits are returned."""
-    half = rounded_scale(scale)
-    wide = float_of_half(half)
+    rounded = rounded_scale(scale)
+    wide = float_of_scale(rounded)
     for i in range(dim):
         number = in_range(states[i] / wide, np.float32(448))
         bits = bits_of_float(number)
@@ -171,12 +244,12 @@ def e4m3_codes(states, scale, out, dim):
         subnormal = np.int32(np.rint(abs(number) * np.float32(2.0**9)))
         code = subnormal if abs(number) < np.float32(2.0**-6) else normal
         out[i] = np.uint8(code | (bits >> np.int32(24) & np.int32(0x80)))
-    return half
+    return rounded
 
 
 @njit(**EXACT_FLAGS)
 def squared_error(states, codes, scale, dim):
-    wide = float_of_half(scale)
+    wide = float_of_scale(scale)
     total = np.float32(0)
     for i in range(dim):
         error = float_of_e4m3(codes[i]) * wide - states[i]
@@ -189,7 +262,7 @@ def take_tokens(address):
     """Stores tokens of a call, given by the address of its record, until there are none left."""
     call = carray(pointer(address), (1,), WRITE_CALL)[0]
     numbers = call.scratch + take_number(address + NEXT_SCRATCH) * SCRATCH_BYTES
-    best = numbers + 4 * MAX_DIM
+    offsets, best = numbers + 4 * MAX_DIM, numbers + 8 * MAX_DIM
     chunks = -(-call.query_length // TOKENS)
     while True:
         item = take_number(address + NEXT_ITEM)
@@ -198,8 +271,8 @@ def take_tokens(address):
         chunk, head = item % chunks, item // chunks
         row, kv_head = head // call.num_kv_heads, head % call.num_kv_heads
         first, last = chunk * TOKENS, min((chunk + 1) * TOKENS, call.query_length)
-        store_tokens(call, call.key, row, kv_head, first, last, numbers, best)
-        store_tokens(call, call.value, row, kv_head, first, last, numbers, best)
+        store_tokens(call, call.key, row, kv_head, first, last, numbers, offsets, best)
+        store_tokens(call, call.value, row, kv_head, first, last, numbers, offsets, best)
 
 
 def _compiled(version: int) -> Any:
@@ -232,9 +305,10 @@ def write_kv(blocks: Blocks, key: torch.Tensor, value: torch.Tensor, step: StepM
     layer_fields = blocks.memo(write_kv, lambda: _layer_fields(blocks))
     key, key_fields = operand(key)
     value, value_fields = operand(value)
-    scratch = key_scale = value_scale = None
+    scratch = key_scale = value_scale = key_offset = None
     if isinstance(blocks, ScaledBlocks):
         scratch, key_scale, value_scale = workspaces.take(), blocks.key_scale, blocks.value_scale
+        key_offset = blocks.key_offset
     record = array(
         "q",
         (
@@ -247,11 +321,13 @@ def write_kv(blocks: Blocks, key: torch.Tensor, value: torch.Tensor, step: StepM
             key.shape[3],
             blocks.key.data_ptr(),
             address_of(key_scale),
+            address_of(key_offset),
             *value_fields,
             DTYPES[value.dtype],
             value.shape[3],
             blocks.value.data_ptr(),
             address_of(value_scale),
+            0,
         ),
     )
     work_size = key.numel() + value.numel()
@@ -283,4 +359,4 @@ def _layer_fields(blocks: KVBlocks | ScaledBlocks) -> tuple[int, ...]:
     """The fields `_LAYER` of the record."""
     bits = 8 if not isinstance(blocks, ScaledBlocks) or blocks.code_dtype == torch.int8 else 0
     num_slots = blocks.num_blocks * blocks.block_size
-    return blocks.num_kv_heads, num_slots, bits, _FACTORS.data_ptr(), len(_FACTORS)
+    return blocks.num_kv_heads, num_slots, blocks.block_size, bits, _FACTORS.data_ptr(), len(_FACTORS)

@@ -28,7 +28,7 @@ def attend_kernel(
     query_ptr,  # [batch, num_heads, query_length, KEY_DIM]
     key_ptr,  # [num_kv_heads, num_slots, KEY_DIM], in the model's dtype or of 8-bit codes
     value_ptr,  # [num_kv_heads, num_slots, VALUE_DIM]
-    codes,  # besides: `None`, scales of 8-bit codes, or all planes of `GroupedBlocks`
+    codes,  # besides: `None`, scales of 8-bit codes and offsets of keys, or all planes of `GroupedBlocks`
     new_key_ptr,  # [batch, num_kv_heads, query_length, KEY_DIM]; None: the new tokens are in the blocks
     new_value_ptr,  # [batch, num_kv_heads, query_length, VALUE_DIM]
     block_table_ptr,  # int32 [batch, table_width]
@@ -139,6 +139,8 @@ def attend_kernel(
     scales = ()
     if FORMAT[0] == "int8" or FORMAT[0] == "fp8":
         scales = (codes[0] + head_slots, codes[1] + head_slots)
+        if FORMAT[2]:
+            scales = (codes[0] + head_slots, codes[1] + head_slots, codes[2] + head_slots // BLOCK_SIZE * KEY[0])
     key_base = key_ptr + head_slots * KEY[0]
     value_base = value_ptr + head_slots * VALUE[0]
     state = attend_tiles(

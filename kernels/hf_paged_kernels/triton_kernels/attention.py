@@ -41,7 +41,7 @@ def _reason(
 ) -> str | None:
     if dtype not in DTYPES or stored.dtype != dtype:
         return f"dtype {dtype} with blocks in {stored.dtype}"
-    if stored.is_grouped and largest_power_of_2(block_size) < MIN_TILE:
+    if stored.has_block_planes and largest_power_of_2(block_size) < MIN_TILE:
         return f"codes in blocks of {block_size} tokens, no multiple of {MIN_TILE}"
     if stored.width > MAX_DIM:
         return f"a head_dim of {stored.width}, above {MAX_DIM}"

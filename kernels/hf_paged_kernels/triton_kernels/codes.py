@@ -1,8 +1,9 @@
 """What codes say, computed in registers: from bytes to operands of a product.
 
 8-bit codes that have a scale for each token stay codes: `number / unit`, exact in 16 bits, with the scales applied to
-scores and weights by the caller. Codes in groups become `code * scale + zero`, rounded to the model's dtype as
-`GroupedBlocks.read_blocks` does. Folding their scales into query and weights instead would save under a tenth of the
+scores and weights by the caller, and so is the offset of a block's keys: its product with the query is the same for all
+of them. Codes in groups become `(code + zero) * scale`, rounded to the model's dtype as `GroupedBlocks.read_blocks`
+does. Folding their scales into query and weights instead would save under a tenth of the
 loop's instructions, since a tile has as many keys as a program has rows or few more, and would round twice.
 
 Bytes hold several channels (`hf_paged_kernels.grouped`): unpacked, they are runs of neighbouring channels, one after
@@ -17,6 +18,12 @@ import triton.language as tl
 from hf_paged_kernels import scaled
 
 FP8_SCALES = tl.constexpr(scaled.FP8_SCALES)
+LARGEST_STATE = tl.constexpr(scaled.LARGEST_STATE)
+OUTLIER_FACTOR = tl.constexpr(scaled.OUTLIER_FACTOR)
+MEDIAN_SHIFT = tl.constexpr(scaled.MEDIAN_SHIFT)
+ABOVE_ALL_MAGNITUDES = tl.constexpr(1 << (31 - scaled.MEDIAN_SHIFT))
+HIGHEST_BIT = tl.constexpr(30 - scaled.MEDIAN_SHIFT)
+LARGEST_OFFSET_EXPONENT = tl.constexpr(scaled.LARGEST_OFFSET_EXPONENT)
 
 
 @triton.jit
@@ -62,9 +69,11 @@ def scaled_codes(states, FORMAT: tl.constexpr):
         states: float32 `[tokens, dims]`
     """
     largest: tl.constexpr = 127.0 if FORMAT[0] == "int8" else 448.0
+    is_nan = states != states
+    states = tl.where(is_nan, states, tl.minimum(tl.maximum(states, -LARGEST_STATE), LARGEST_STATE))
     smallest = tl.div_rn(tl.max(tl.abs(states), 1), largest)
     # A maximum passes over NaN, which makes the scale of its token NaN.
-    smallest = tl.where(tl.max((states != states).to(tl.int32), 1) > 0, float("nan"), smallest)
+    smallest = tl.where(tl.max(is_nan.to(tl.int32), 1) > 0, float("nan"), smallest)
     codes, scale = codes_of_scale(states, smallest, largest, FORMAT)
     if FORMAT[0] == "fp8":
         least_error = squared_error(states, codes, scale)
@@ -81,6 +90,24 @@ def scaled_codes(states, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def outlying(states, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """As `hf_paged_kernels.scaled.outlying`, of tokens float32 `[tokens, WIDTH]` of which `DIM` channels are there."""
+    bits = states.to(tl.int32, bitcast=True)
+    magnitudes = (bits & 0x7FFFFFFF) >> MEDIAN_SHIFT
+    if WIDTH > DIM:
+        magnitudes = tl.where((tl.arange(0, WIDTH) < DIM)[None, :], magnitudes, ABOVE_ALL_MAGNITUDES)
+    # The median, bit by bit: as many as come before it in their order are smaller.
+    median = tl.sum(magnitudes * 0, 1)
+    for bit in tl.static_range(HIGHEST_BIT, -1, -1):
+        candidate = median | (1 << bit)
+        smaller = tl.sum((magnitudes < candidate[:, None]).to(tl.int32), 1)
+        median = tl.where(smaller <= (DIM - 1) // 2, candidate, median)
+    threshold = OUTLIER_FACTOR * (median << MEDIAN_SHIFT).to(tl.float32, bitcast=True)
+    stands_out = (tl.abs(states) >= threshold[:, None]) & ((bits >> 23 & 0xFF) < LARGEST_OFFSET_EXPONENT)
+    return tl.where(stands_out, (bits + 0x8000) & -0x10000, 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def squared_error(states, codes, scale):
     """The squared error `[tokens]` of e4m3 codes."""
     error = e4m3_numbers(codes, 1.0) * scale.to(tl.float32)[:, None] - states
@@ -89,8 +116,8 @@ def squared_error(states, codes, scale):
 
 @triton.jit
 def codes_of_scale(states, scale, largest: tl.constexpr, FORMAT: tl.constexpr):
-    """The codes nearest to `states` under a scale rounded to float16, and that scale."""
-    scale = tl.where(scale == scale, tl.minimum(scale, 65504.0), scale).to(tl.float16)
+    """The codes nearest to `states` under a scale rounded to bfloat16, and that scale."""
+    scale = scale.to(tl.bfloat16)
     numbers = tl.div_rn(states, tl.broadcast_to(scale.to(tl.float32)[:, None], states.shape))
     numbers = tl.where(numbers == numbers, tl.minimum(tl.maximum(numbers, -largest), largest), 0.0)
     if FORMAT[0] == "int8":
@@ -128,8 +155,8 @@ def unpacked(words, BITS: tl.constexpr):
 @triton.jit
 def grouped_keys(
     words,  # [tile, words]
-    scale_ptr,  # float16 [groups of a block, DIM], those of the block
-    zero_ptr,
+    scale_ptr,  # bfloat16 [groups of a block, DIM], those of the block
+    zero_ptr,  # float16, the same
     first,  # token of the block that the tile begins with
     DTYPE: tl.constexpr,
     TILE: tl.constexpr,
@@ -144,7 +171,7 @@ def grouped_keys(
     groups = (first + tl.arange(0, TILE // UNIT) * UNIT) // GROUP
     offsets = groups[:, None] * DIM + channels[None, :]
     scale = tl.load(scale_ptr + offsets, mask=inside[None, :], other=0.0).to(tl.float32)
-    zero = tl.load(zero_ptr + offsets, mask=inside[None, :], other=0.0).to(tl.float32)
+    zero = tl.load(zero_ptr + offsets, mask=inside[None, :], other=0.0).to(tl.float32) * scale
     states = unpacked(words, BITS)
     if UNIT == TILE:
         states = states * scale + zero
@@ -157,8 +184,8 @@ def grouped_keys(
 @triton.jit
 def grouped_values(
     words,  # [tile, words]
-    scale_ptr,  # float16 [tokens, DIM / GROUP]
-    zero_ptr,
+    scale_ptr,  # bfloat16 [tokens, DIM / GROUP]
+    zero_ptr,  # float16, the same
     offsets,  # tokens [tile]
     readable,
     DTYPE: tl.constexpr,
@@ -181,7 +208,7 @@ def grouped_values(
     there = readable[:, None] & (positions % WIDTH < RUN)[None, :]
     offsets = offsets[:, None] * (DIM // GROUP) + groups[None, :]
     scale = tl.load(scale_ptr + offsets, mask=there, other=0.0).to(tl.float32)
-    zero = tl.load(zero_ptr + offsets, mask=there, other=0.0).to(tl.float32)
+    zero = tl.load(zero_ptr + offsets, mask=there, other=0.0).to(tl.float32) * scale
     states = unpacked(words, BITS)
     if UNITS == 1:
         states = states * scale + zero

@@ -24,8 +24,8 @@ class Format:
     Attributes:
         key, value: their width, the power of two in it and the rest that kernels take it as, and the runs of channels
             that it consists of (see `codes`).
-        constants: `("raw",)`, `("int8", unit)`, `("fp8", unit)`, or `("grouped", bits of a key, bits of a value, tokens
-            of a group of keys, channels of a group of values)`.
+        constants: `("raw",)`, `("int8", unit, whether keys have offsets)`, `("fp8", ...)`, or `("grouped", bits of a
+            key, bits of a value, tokens of a group of keys, channels of a group of values)`.
         dtype: of queries, and of new keys and values.
     """
 
@@ -50,6 +50,11 @@ class Format:
     def is_grouped(self) -> bool:
         return self.constants[0] == "grouped"
 
+    @property
+    def has_block_planes(self) -> bool:
+        """Whether a tile has to lie inside a block, as something about its keys is said once for the block."""
+        return self.is_grouped or (self.constants[0] in ("int8", "fp8") and self.constants[2])
+
 
 def format_of(blocks: KVBlocks | ScaledBlocks | HotColdBlocks) -> Format:
     dims = blocks.dims
@@ -64,7 +69,8 @@ def format_of(blocks: KVBlocks | ScaledBlocks | HotColdBlocks) -> Format:
             cold.dtype,
         )
     if isinstance(blocks, ScaledBlocks):
-        return Format(*map(_parts, dims), SCALED[blocks.code_dtype], blocks.dtype)
+        constants = (*SCALED[blocks.code_dtype], blocks.key_offset is not None)
+        return Format(*map(_parts, dims), constants, blocks.dtype)
     return Format(*map(_parts, dims), ("raw",), blocks.key.dtype)
 
 
@@ -90,7 +96,7 @@ def planes_of(blocks: KVBlocks | ScaledBlocks | HotColdBlocks) -> Planes:
     num_slots = blocks.num_blocks * blocks.block_size
     if isinstance(blocks, ScaledBlocks):
         key, value = blocks.key.view(torch.uint8), blocks.value.view(torch.uint8)
-        return Planes(key, value, (blocks.key_scale, blocks.value_scale), num_slots, 0)
+        return Planes(key, value, blocks.planes[2:], num_slots, 0)
     if isinstance(blocks, HotColdBlocks):
         hot, (key, value, *scales) = blocks.hot, blocks.cold.planes
         return Planes(

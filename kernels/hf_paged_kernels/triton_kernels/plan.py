@@ -137,8 +137,8 @@ def _shape(problem: Problem) -> tuple[Launch, int, dict[str, Any]]:
         problem.group,
     )
     tile = launch.tile
-    if problem.format.is_grouped:
-        # A tile of codes has one block id, and scales of one block.
+    if problem.format.has_block_planes:
+        # A tile of codes has one block id, and scales or offsets of one block.
         tile = min(tile, largest_power_of_2(problem.block_size))
     constants = {
         "KEY": problem.format.key,

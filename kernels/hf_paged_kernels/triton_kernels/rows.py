@@ -34,6 +34,19 @@ def load_query(
 
 
 @triton.jit
+def products_with(query, query_rest, ptr, SHAPE: tl.constexpr):
+    """The product of each row's query, as `load_query` gives it, with one vector of its width, float32 `[rows]`."""
+    dims, inside = channels_of(0, SHAPE[1], SHAPE[0], SHAPE[3])
+    vector = tl.load(ptr + dims, mask=inside, other=0.0).to(tl.float32)
+    products = tl.sum(query.to(tl.float32) * vector[None, :], 1)
+    if SHAPE[2] > 0:
+        dims, inside = channels_of(SHAPE[1], SHAPE[2], SHAPE[0], SHAPE[3])
+        vector = tl.load(ptr + dims, mask=inside, other=0.0).to(tl.float32)
+        products += tl.sum(query_rest.to(tl.float32) * vector[None, :], 1)
+    return products
+
+
+@triton.jit
 def _store_part(
     ptr, offsets, values, present, BEGIN: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, RUNS: tl.constexpr
 ):

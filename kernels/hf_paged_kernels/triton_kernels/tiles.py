@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from hf_paged_kernels.triton_kernels.codes import channels_of, grouped_keys, grouped_values, operand
+from hf_paged_kernels.triton_kernels.rows import products_with
 from hf_paged_kernels.triton_kernels.softmax import scaled, updated
 
 
@@ -120,7 +121,7 @@ def attend_tiles(
     value_ptr,
     key_stride,  # elements from token to token
     value_stride,
-    scales,  # of "int8" and "fp8" those of keys and values, of "grouped" scales and zeros of both
+    scales,  # of "int8" and "fp8" those of keys and values, and offsets of keys; of "grouped" scales and zeros of both
     block_table_ptr,
     key_mask_ptr,
     scale_log2,
@@ -159,7 +160,7 @@ def attend_tiles(
         visible, readable = keys, keys
         if MASKED:
             visible, readable = visible_keys(keys, queries, first, last, key_mask_ptr, WINDOW, HAS_KEY_MASK)
-        block_id = block_ids  # of codes in groups, whose tiles lie inside a block
+        block_id = block_ids  # of codes in groups and of keys with offsets, whose tiles lie inside a block
         if BLOCK_SIZE > 0:
             slot, offsets = slots_of_tile(block_ids, tile, BLOCK_SIZE, TILE)
             next_tile = tl.where(position + TILE < gap_begin, tile + TILE, position + TILE + gap)
@@ -191,11 +192,17 @@ def attend_tiles(
                 tile_key_ptr, offsets, key_stride, readable, MASKED, True, KEY_MAIN, KEY_REST, KEY_DIM, KEY_RUNS
             )  # fmt: skip
             products = tl.dot(query_rest, operand(key, DTYPE, FORMAT), products, input_precision="ieee")
-        factor = scale_log2
         if IS_SCALED:
             key_scale = load_scale(scales[0] + slot, offsets, readable, MASKED)
             factor = (key_scale * (scale_log2 * FORMAT[1]))[None, :]
-        scores = scaled(products, factor, SOFTCAP)
+            if FORMAT[2]:
+                offset_ptr = scales[2] + block_id.to(tl.int64) * KEY_DIM
+                shift = products_with(query, query_rest, offset_ptr, KEY) * scale_log2
+                scores = scaled(products, factor, SOFTCAP, shift)
+            else:
+                scores = scaled(products, factor, SOFTCAP)
+        else:
+            scores = scaled(products, scale_log2, SOFTCAP)
         if MASKED:
             scores = tl.where(visible, scores, -float("inf"))
         weights, factor, maximum, total = updated(scores, maximum, total, MASKED)

@@ -10,7 +10,7 @@ import triton.language as tl
 from hf_paged_kernels.grouped import HotColdBlocks
 from hf_paged_kernels.layout import Blocks
 from hf_paged_kernels.step import StepMetadata, upload
-from hf_paged_kernels.triton_kernels.codes import scaled_codes
+from hf_paged_kernels.triton_kernels.codes import outlying, scaled_codes
 from hf_paged_kernels.triton_kernels.device import device_guard, with_dense_dims
 from hf_paged_kernels.triton_kernels.formats import format_of, planes_of
 from hf_paged_kernels.write import quantize_new_blocks
@@ -25,6 +25,7 @@ WORD_TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 def store_tokens(
     blocks_ptr,
     scales_ptr,
+    offsets_ptr,
     states_ptr,
     slots,
     stored,
@@ -34,17 +35,35 @@ def store_tokens(
     kv_head,
     num_slots,
     FORMAT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Stores `[tokens, DIM]` of one head in its slots, as they are or as 8-bit codes."""
+    """Stores `[tokens, DIM]` of one head in its slots, as they are or as 8-bit codes of what is left without the offset
+    of the block."""
     dims = tl.arange(0, WIDTH)
     inside = stored[:, None] & (dims < DIM)[None, :]
     sources = batch.to(tl.int64) * strides[0] + kv_head.to(tl.int64) * strides[1] + token.to(tl.int64) * strides[2]
     states = tl.load(states_ptr + sources[:, None] + dims[None, :], mask=inside, other=0.0)
     targets = kv_head.to(tl.int64) * num_slots + slots
     if FORMAT[0] != "raw":
-        states, scale = scaled_codes(states.to(tl.float32), FORMAT)
+        states = states.to(tl.float32)
+        if offsets_ptr is not None:
+            # Where the first token of the block is also new, its offset is made from it, once more by each program that
+            # needs it: another program may not have stored it yet.
+            place = slots % BLOCK_SIZE
+            is_new = stored & (token >= place)
+            first_keys = tl.load(
+                states_ptr + (sources - place * strides[2])[:, None] + dims[None, :],
+                mask=is_new[:, None] & inside,
+                other=0.0,
+            )
+            block_offsets = (targets // BLOCK_SIZE * DIM)[:, None] + dims[None, :]
+            known = tl.load(offsets_ptr + block_offsets, mask=inside & (token < place)[:, None], other=0.0)
+            offset = outlying(first_keys.to(tl.float32), DIM, WIDTH)
+            tl.store(offsets_ptr + block_offsets, offset.to(tl.bfloat16), mask=inside & (place == 0)[:, None])
+            states -= tl.where(is_new[:, None], offset, known.to(tl.float32))
+        states, scale = scaled_codes(states, FORMAT)
         tl.store(scales_ptr + targets, scale, mask=stored)
     tl.store(blocks_ptr + (targets * DIM)[:, None] + dims[None, :], states, mask=inside)
 
@@ -55,8 +74,9 @@ def write_kernel(
     value_ptr,  # [batch, num_kv_heads, query_length, VALUE_DIM]
     key_blocks_ptr,  # [num_kv_heads, num_slots, KEY_DIM], in the model's dtype, or bytes of codes
     value_blocks_ptr,  # [num_kv_heads, num_slots, VALUE_DIM]
-    key_scales_ptr,  # float16 [num_kv_heads, num_slots]; None: no codes
+    key_scales_ptr,  # bfloat16 [num_kv_heads, num_slots]; None: no codes
     value_scales_ptr,
+    key_offsets_ptr,  # bfloat16 [num_kv_heads, num_slots / BLOCK_SIZE, KEY_DIM]; None: no offsets
     slots_ptr,  # int32 [batch, query_length]; -1: not stored
     num_tokens,
     query_length,
@@ -64,6 +84,7 @@ def write_kernel(
     key_strides,  # (batch, head, token)
     value_strides,
     FORMAT: tl.constexpr,  # as in `Format`
+    BLOCK_SIZE: tl.constexpr,
     KEY_DIM: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -77,12 +98,12 @@ def write_kernel(
     stored = slots >= 0
     batch, token = index // query_length, index % query_length
     store_tokens(
-        key_blocks_ptr, key_scales_ptr, key_ptr, slots, stored, batch, token, key_strides, kv_head, num_slots,
-        FORMAT, KEY_DIM, KEY_WIDTH,
+        key_blocks_ptr, key_scales_ptr, key_offsets_ptr, key_ptr, slots, stored, batch, token, key_strides, kv_head,
+        num_slots, FORMAT, BLOCK_SIZE, KEY_DIM, KEY_WIDTH,
     )  # fmt: skip
     store_tokens(
-        value_blocks_ptr, value_scales_ptr, value_ptr, slots, stored, batch, token, value_strides, kv_head, num_slots,
-        FORMAT, VALUE_DIM, VALUE_WIDTH,
+        value_blocks_ptr, value_scales_ptr, None, value_ptr, slots, stored, batch, token, value_strides, kv_head,
+        num_slots, FORMAT, BLOCK_SIZE, VALUE_DIM, VALUE_WIDTH,
     )  # fmt: skip
 
 
@@ -117,7 +138,7 @@ def write_kv(blocks: Blocks, key: torch.Tensor, value: torch.Tensor, step: StepM
     num_tokens = batch * query_length
     tokens = min(triton.next_power_of_2(num_tokens), max(1, VALUES_PER_PROGRAM // max(key_width, value_width)))
     planes = planes_of(blocks)
-    key_scales, value_scales = planes.codes or (None, None)
+    key_scales, value_scales, key_offsets = (*(planes.codes or (None, None)), None)[:3]
     with device_guard(key.device):
         write_kernel[(triton.cdiv(num_tokens, tokens), num_kv_heads)](
             key,
@@ -126,6 +147,7 @@ def write_kv(blocks: Blocks, key: torch.Tensor, value: torch.Tensor, step: StepM
             planes.value,
             key_scales,
             value_scales,
+            key_offsets,
             step.on(key.device).slot_mapping,
             num_tokens,
             query_length,
@@ -133,6 +155,7 @@ def write_kv(blocks: Blocks, key: torch.Tensor, value: torch.Tensor, step: StepM
             key.stride()[:3],
             value.stride()[:3],
             FORMAT=format_of(blocks).constants,
+            BLOCK_SIZE=blocks.block_size,
             KEY_DIM=key_dim,
             KEY_WIDTH=key_width,
             VALUE_DIM=value.shape[-1],
