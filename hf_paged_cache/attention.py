@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from hf_paged_cache.lazy import LazyKV, LazyTensor
+from hf_paged_cache.tracing import untraced
 
 ATTENTION_NAME = "hf_paged"
 
@@ -90,6 +91,7 @@ def _key_mask(padding_mask: torch.Tensor, step: StepMetadata) -> torch.Tensor | 
     return padding_mask.gather(1, columns.to(padding_mask.device, non_blocking=True))
 
 
+@untraced
 def paged_mask(
     batch_size: int,
     q_length: int,
@@ -155,6 +157,7 @@ def _calls_attention_interface(config_class: type[PreTrainedConfig]) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(sys.modules[model_class.__module__])
 
 
+@untraced
 def paged_attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -13,7 +13,7 @@ import torch
 from hf_paged_cache.errors import InvalidArgumentError, other_batch_size
 from hf_paged_cache.tables import BlockTable
 
-_MAX_FRAMES = 4  # the cache's own methods, and the one of an `EncoderDecoderCache` around it
+_MAX_FRAMES = 4  # the cache's own method and `untraced` around it, and that of an `EncoderDecoderCache`
 
 
 class MaskRequest(NamedTuple):
@@ -31,8 +31,6 @@ def current_mask_request() -> MaskRequest | None:
 
     Without it padding is stored like any other token: more memory, the same result.
     """
-    if torch.compiler.is_compiling():
-        return None
     frame = sys._getframe(1)
     for _ in range(_MAX_FRAMES):
         if frame is None:
@@ -40,6 +38,8 @@ def current_mask_request() -> MaskRequest | None:
         if frame.f_code.co_name == "_preprocess_mask_arguments":
             attention_mask = frame.f_locals.get("attention_mask")
             is_padding_mask = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2
+            if is_padding_mask and attention_mask.dtype != torch.bool:  # a compiled frame may not have converted it yet
+                attention_mask = attention_mask.bool()
             return MaskRequest(attention_mask) if attention_mask is None or is_padding_mask else None
         frame = frame.f_back
     return None

@@ -90,7 +90,7 @@ def inputs_beside_tokens(inputs: Mapping[str, Any]) -> list[str]:
         name
         for name, value in inputs.items()
         if (name == "adapter_names" and value is not None)
-        or (_holds_arrays(value) and not (name == "token_type_ids" and not torch.as_tensor(value).any()))
+        or (_holds_arrays(value) and not (name == "token_type_ids" and not torch.as_tensor(value, device="cpu").any()))
     )
 
 

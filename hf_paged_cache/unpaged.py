@@ -20,7 +20,7 @@ def repeat(layers: Sequence[Any], repeats: int) -> None:
     for layer in _unpaged(layers):
         num_rows = _num_rows(layer)
         if num_rows and repeats > 1:
-            _part(layer).reorder_cache(layer, torch.arange(num_rows).repeat_interleave(repeats))
+            _part(layer).reorder_cache(layer, torch.arange(num_rows, device="cpu").repeat_interleave(repeats))
 
 
 def crop(layers: Sequence[Any], tokens_to_remove: int) -> None:
