@@ -15,8 +15,10 @@ from hf_paged_cache.attention_arguments import refuse_unknown
 from hf_paged_cache.errors import UnsupportedError
 from hf_paged_cache.lazy import LazyKV
 from hf_paged_cache.masks import ATTENTION_NAME, LazyMask
+from hf_paged_cache.tracing import untraced
 
 
+@untraced
 def paged_attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,

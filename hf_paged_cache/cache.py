@@ -34,6 +34,7 @@ from hf_paged_cache.origin import Origin
 from hf_paged_cache.padding import Announcement, check_request
 from hf_paged_cache.stats import CacheStats, collect, format_bytes
 from hf_paged_cache.tables import BlockTable
+from hf_paged_cache.tracing import untraced
 
 
 class PagedCache(FormerNames, DynamicCache):
@@ -129,6 +130,7 @@ class PagedCache(FormerNames, DynamicCache):
         with self._budget.lock:
             return collect(self._groups, self._lead_table(), self.block_size, self._budget, self.origin)
 
+    @untraced
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,6 +186,7 @@ class PagedCache(FormerNames, DynamicCache):
             self._undo_pass(pass_number)
             raise
 
+    @untraced
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         request = current_mask_request(query_length, self._request)
         if request is not None and request is not self._request:

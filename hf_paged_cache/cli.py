@@ -8,15 +8,18 @@ import torch
 import transformers
 
 from hf_paged_cache import demo
+from hf_paged_cache.codecs import CODECS
 from hf_paged_cache.errors import PagedCacheError
 from hf_paged_cache.small_models import load
+from hf_paged_cache.warmup import warm_up
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command with the arguments `argv`, by default those of the process.
 
     Returns:
-        The exit code: 0; 1 if the caches gave different tokens in fp32; 2 for bad input; 130 after Ctrl-C.
+        The exit code: 0; 1 if the caches gave different tokens in fp32; 2 for bad input, or without a
+        compiler to warm up; 130 after Ctrl-C.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -62,6 +65,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: torch's choice)")
     command.set_defaults(run=_demo)
+    command = commands.add_parser(
+        "warmup",
+        help="compile the kernels for CPUs now, so that the first call need not",
+        description="Compiles the kernels for CPUs that are not on disk yet: all of them, or what one way of storing "
+        "keys and values uses. A kernel serves float32, bfloat16 and float16.",
+    )
+    command.add_argument("--kv", choices=CODECS, help="only what PagedCache(config, kv=...) with this name uses")
+    command.set_defaults(run=_warmup)
     return parser
 
 
@@ -84,6 +95,14 @@ def _demo(arguments: argparse.Namespace) -> int:
     # In 16 bit, rounding may decide between two tokens that are equally likely.
     must_agree = model.dtype == torch.float32
     return int(must_agree and not all(comparison.same for comparison in comparisons))
+
+
+def _warmup(arguments: argparse.Namespace) -> int:
+    for kernel in warm_up(*([arguments.kv] if arguments.kv else [])):
+        print(f"{kernel.name}: {'compiled in' if kernel.was_compiled else 'loaded in'} {kernel.seconds:.1f} s")
+        where = f"kept in {kernel.folder}" if kernel.folder else "not kept: name a folder with NUMBA_CACHE_DIR"
+    print(where)
+    return 0
 
 
 def _positive(text: str) -> int:

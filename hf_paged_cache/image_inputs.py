@@ -57,7 +57,7 @@ def inputs_beside_tokens(inputs: Mapping[str, Any], input_ids: torch.Tensor, pla
 
 def _marks_placeholders(types: Any, input_ids: torch.Tensor, placeholders: Sequence[int]) -> bool:
     """Whether token types are zero but for placeholders, which stand for something of their own anyway."""
-    types = torch.as_tensor(types).cpu()
+    types = torch.as_tensor(types, device="cpu")
     if not types.any():
         return True
     ids = input_ids.cpu()

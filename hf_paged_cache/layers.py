@@ -9,7 +9,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from hf_paged_cache.codecs import Geometry
 from hf_paged_cache.errors import InvalidArgumentError, UnsupportedAccessError, UnsupportedError
 from hf_paged_cache.groups import LayerGroup
-from hf_paged_cache.lazy import KVSource, LazyKV
+from hf_paged_cache.lazy import KVSource, LazyKV, has_numbers
 
 
 class PagedLayer(CacheLayerMixin):
@@ -150,6 +150,14 @@ class PagedLayer(CacheLayerMixin):
         )
 
     def _check(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        if not (has_numbers(key) and has_numbers(value)):
+            key_kind, value_kind = (f"{type(states).__name__} on {states.device}" for states in (key, value))
+            raise InvalidArgumentError(
+                f"layer {self.layer_idx} was given keys that are a {key_kind}, and values that are a {value_kind}: "
+                "expected ordinary tensors, whose numbers can be stored. "
+                "Pass the local part of a distributed tensor (`.to_local()`); run models without weights (meta, "
+                "FakeTensorMode, export) without a PagedCache"
+            )
         if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:
             raise InvalidArgumentError(
                 f"layer {self.layer_idx}: keys {tuple(key.shape)} and values {tuple(value.shape)} should both be "
@@ -189,7 +197,7 @@ class PagedSlidingLayer(PagedLayer):
         self.sliding_window = sliding_window
         self.record_past = False
         # What iterating over a cache gives for each layer, and `DynamicCache` can be made from.
-        self._sliding_window_tensor = torch.tensor(sliding_window)
+        self._sliding_window_tensor = torch.tensor(sliding_window, dtype=torch.int64, device="cpu")
 
     def activate_past_recording(self) -> None:
         """From now on tokens that leave the window are kept until the next `crop`, which may bring them back."""

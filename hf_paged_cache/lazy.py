@@ -208,6 +208,15 @@ class LazyKV(LazyTensor):
         return stored if stored_only else torch.cat([stored, self.new], dim=2)
 
 
+def has_numbers(states: torch.Tensor) -> bool:
+    """Whether a tensor is an ordinary or lazy one: not distributed, fake, or on the meta device."""
+    kind = type(states)
+    if kind is torch.Tensor:
+        return not states.is_meta
+    is_plain = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return (is_plain and not states.is_meta) or isinstance(states, LazyTensor)
+
+
 def as_dense(states: torch.Tensor) -> torch.Tensor:
     """Keys or values as an ordinary tensor, for attention that does not read blocks."""
     if not isinstance(states, LazyKV):

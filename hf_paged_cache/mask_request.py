@@ -62,8 +62,6 @@ def current_mask_request(num_new: int, earlier: MaskRequest | None) -> MaskReque
         num_new: columns of the question.
         earlier: the last request, which is returned if another mask of the same pass is being built.
     """
-    if torch.compiler.is_compiling():
-        return None
     building = _find(sys._getframe(1), MASK_ARGUMENTS, _MAX_FRAMES)
     forward = building and _find(building, "forward")
     if forward is None:
@@ -73,6 +71,8 @@ def current_mask_request(num_new: int, earlier: MaskRequest | None) -> MaskReque
     attention_mask, position_ids = map(building.f_locals.get, (MASK_VARIABLE, MASK_POSITIONS))
     if attention_mask is not None and not _is_tensor(attention_mask, 2):
         return None
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        attention_mask = attention_mask.bool()  # a compiled frame may not have converted it yet
     return MaskRequest(num_new, attention_mask, position_ids if _is_tensor(position_ids, 2) else None, forward)
 
 

@@ -24,6 +24,7 @@ from transformers.masking_utils import (
 
 from hf_paged_cache.errors import InvalidArgumentError
 from hf_paged_cache.lazy import LazyTensor
+from hf_paged_cache.tracing import untraced
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +140,7 @@ def _key_mask(padding_mask: torch.Tensor, step: StepMetadata) -> torch.Tensor | 
     return padding_mask.gather(1, columns.to(padding_mask.device, non_blocking=True))
 
 
+@untraced
 def paged_mask(
     batch_size: int,
     q_length: int,

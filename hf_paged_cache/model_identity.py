@@ -8,6 +8,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
+from hf_paged_kernels.modes import ordinary_tensors
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -202,10 +203,11 @@ def _factors(count: int, device: torch.device) -> Tensor:
     """Odd numbers without an order, int64 `[count]`: a product and a shift, twice, as in SplitMix64."""
     if count < _PIECE:
         return _factors(_PIECE, device)[:count]
-    numbers = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
-    for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
-        numbers = (numbers ^ (numbers >> 29)) * factor
-    return numbers | 1
+    with ordinary_tensors():
+        numbers = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
+        for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
+            numbers = (numbers ^ (numbers >> 29)) * factor
+        return numbers | 1
 
 
 def _unreadable(name: str, tensor: Tensor) -> UnsupportedError:

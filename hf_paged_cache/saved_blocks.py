@@ -201,7 +201,7 @@ class _BlocksToWrite(NamedTuple):
         in_memory = torch.from_numpy(self.block_ids != 0)
         unwritten = self._unwritten(layer_idx, name)
         for head in range(plane.shape[0] if len(unwritten) else 0):
-            blocks = torch.empty(plane.shape[1:], dtype=plane.dtype).view(torch.uint8)
+            blocks = torch.empty(plane.shape[1:], dtype=plane.dtype, device="cpu").view(torch.uint8)
             if in_memory.any():
                 blocks[in_memory] = self.pool.read_blocks(layer_idx, name, head, self.block_ids[self.block_ids != 0])
             if not in_memory.all():

@@ -25,7 +25,7 @@ def repeated(layers: Sequence[Any], repeats: int) -> list[Change]:
     for layer in _unpaged(layers):
         num_rows = _num_rows(layer)
         if num_rows and repeats > 1:
-            rows = torch.arange(num_rows).repeat_interleave(repeats)
+            rows = torch.arange(num_rows, device="cpu").repeat_interleave(repeats)
             changes.append(_after(layer, lambda part, copied, rows=rows: part.reorder_cache(copied, rows)))
     return changes
 

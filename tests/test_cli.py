@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import sys
 
 import pytest
 import torch
@@ -223,12 +224,40 @@ def test_interrupt_ends_with_130(folder, capsys, monkeypatch):
     assert capsys.readouterr().err.endswith("hf-paged-cache: interrupted\n")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"]])
+@pytest.mark.parametrize(
+    ("kv", "kernels"),
+    [
+        ("raw", ["storing tokens exactly", "attention to exact blocks"]),
+        ("fp8", ["storing tokens as 8-bit codes", "attention to quantized blocks"]),
+        ("k8v4", ["storing tokens exactly", "attention to quantized blocks", "attention to exact blocks"]),
+    ],
+)
+def test_warmup_compiles_what_a_codec_uses(kv, kernels, capsys):
+    pytest.importorskip("numba")
+    assert main(["warmup", "--kv", kv]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[:-1]] == kernels
+    assert all(line.endswith(" s") for line in lines[:-1])
+    assert lines[-1].startswith(("kept in ", "not kept"))
+
+
+def test_warmup_without_numba_is_one_line(capsys, monkeypatch):
+    import hf_paged_kernels
+
+    monkeypatch.setitem(sys.modules, "hf_paged_kernels.cpu_kernels", None)
+    monkeypatch.delattr(hf_paged_kernels, "cpu_kernels", raising=False)
+    assert main(["warmup"]) == 2
+    error = capsys.readouterr().err
+    assert "there is nothing to warm up" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["warmup", "--help"]])
 def test_help_says_what_there_is(arguments, capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(arguments)
     assert exit_info.value.code == 0
-    assert "demo" in capsys.readouterr().out
+    assert arguments[0].strip("-") in capsys.readouterr().out
 
 
 def test_command_is_required(capsys):

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import torch
 from hf_paged_kernels import Blocks, StepMetadata
+from hf_paged_kernels.modes import matmul, ordinary_tensors
 
 from hf_paged_cache.codecs.base import Codec, Geometry
 
@@ -63,7 +64,7 @@ class RotatedCodec(Codec):
             return states
         matrix = hadamard(states.shape[-1] & -states.shape[-1], states.device)
         pieces = states.float().unflatten(-1, (-1, len(matrix)))
-        return (pieces @ matrix).flatten(-2).to(states.dtype)
+        return matmul(pieces, matrix).flatten(-2).to(states.dtype)
 
 
 @lru_cache
@@ -72,7 +73,8 @@ def hadamard(size: int, device: torch.device) -> torch.Tensor:
 
     A width that is no power of two is rotated in pieces of the largest one that divides it.
     """
-    matrix = torch.ones(1, 1, device=device)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
-    return matrix / size**0.5
+    with ordinary_tensors():
+        matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
+        while len(matrix) < size:
+            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
+        return matrix / size**0.5

@@ -189,7 +189,7 @@ def choose(device: torch.device, backend: Backend | None = None) -> Backend:
     if wanted == "reference":
         return "reference"
     kind = _type_of(device)
-    if kind == "cpu" and _has_numba() and _cpu_is_faster():
+    if kind == "cpu" and _has_numba() and _cpu_works() and _cpu().can_run_parallel():
         return "cpu"
     return "triton" if kind == "cuda" and _has_triton() else "reference"
 
@@ -238,14 +238,14 @@ def _has_numba() -> bool:
 
 
 @cache
-def _cpu_is_faster() -> bool:
-    """Whether the kernels for CPUs can be compiled here, and use all threads."""
+def _cpu_works() -> bool:
+    """Whether the kernels for CPUs can be imported here. Each is compiled when a call needs it."""
     try:
-        kernels = _cpu()
+        _cpu()
     except Exception as error:  # whatever ails an installation of Numba that nobody asked to be used
         _warn_once(f"Numba is installed, but does not work ({error}): plain PyTorch attends instead, which is slower.")
         return False
-    return kernels.can_run_parallel()
+    return True
 
 
 # Imported when first wanted: what a machine has no use for, it need not have.

@@ -2,6 +2,8 @@
 
 import torch
 
+from hf_paged_kernels.modes import matmul
+
 # Bound of the score matrix of one tile of queries, in elements.
 MAX_SCORES = 1 << 24
 
@@ -12,7 +14,7 @@ def attention_scores(query: torch.Tensor, key: torch.Tensor, scale: float, softc
     work = work_dtype(query)
     # The query heads of a group are the rows of one product.
     grouped = (query.to(work) * scale).reshape(batch, key.shape[1], -1, dim)
-    scores = torch.matmul(grouped, key.to(work).transpose(-1, -2))
+    scores = matmul(grouped, key.to(work).transpose(-1, -2))
     scores = scores.view(batch, num_heads, query_length, -1)
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
@@ -32,7 +34,7 @@ def weighted_values(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """`[batch, num_heads, query_length, value_dim]` in the dtype of `weights`."""
     batch, num_heads, query_length, kv_length = weights.shape
     grouped = weights.reshape(batch, value.shape[1], -1, kv_length)
-    return torch.matmul(grouped, value.to(weights.dtype)).view(batch, num_heads, query_length, -1)
+    return matmul(grouped, value.to(weights.dtype)).view(batch, num_heads, query_length, -1)
 
 
 def work_dtype(query: torch.Tensor) -> torch.dtype:

@@ -203,7 +203,8 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Ten
     """
     dtype = arrays[0].dtype
     sizes = [-(-array.size // (16 // dtype.itemsize)) * (16 // dtype.itemsize) for array in arrays]
-    packed = torch.zeros(sum(sizes), dtype=torch.from_numpy(arrays[0][:0]).dtype, pin_memory=device.type == "cuda")
+    is_pinned = device.type == "cuda"
+    packed = torch.zeros(sum(sizes), dtype=torch.from_numpy(arrays[0][:0]).dtype, device="cpu", pin_memory=is_pinned)
     for part, array in zip(packed.split(sizes), arrays, strict=True):
         part.numpy()[: array.size] = array.reshape(-1)
     views = packed.to(device, non_blocking=True).split(sizes)

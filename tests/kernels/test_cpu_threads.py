@@ -70,15 +70,19 @@ def test_machine_code_is_kept_for_the_source_it_came_from(tmp_path: Path) -> Non
     """A second process loads it; with another checksum of the sources it is compiled again."""
     script = (
         "import sys\n"
-        "from hf_paged_kernels.cpu_kernels.write import _compiled\n"
-        "print(_compiled(int(sys.argv[1])).cache_hits)\n"
+        "from hf_paged_kernels.cpu_kernels import compiled, write\n"
+        "compiled.checksum = lambda: int(sys.argv[1])\n"
+        "assert write.store_exact.problem is None\n"
+        "print(write.store_exact.was_compiled, write.store_exact.folder.parent == compiled.Path(sys.argv[2]))\n"
     )
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    hits = [
-        subprocess.run([sys.executable, "-c", script, version], env=environment, capture_output=True, text=True)
-        for version in ("1", "1", "2")
+    runs = [
+        subprocess.run([sys.executable, "-c", script, *arguments], env=environment, capture_output=True, text=True)
+        for arguments in (("1", str(tmp_path)), ("1", str(tmp_path)), ("2", str(tmp_path)))
     ]
-    assert [run.stdout.strip() for run in hits] == ["0", "1", "0"], hits[0].stderr
+    assert [run.stdout.strip() for run in runs] == ["True True", "False True", "True True"], runs[0].stderr
+    said = "Compiling the CPU kernel for storing tokens exactly: about 2 s, once"
+    assert [run.stderr.count(said) for run in runs] == [1, 0, 1]
 
 
 def on_processor(name: str, features: str, cache: Path, script: str) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,7 @@
 
 from hf_paged_kernels.cpu_kernels.attention import paged_attention, unsupported_reason
 from hf_paged_kernels.cpu_kernels.threads import can_run_parallel
+from hf_paged_kernels.cpu_kernels.warmup import warm_up
 from hf_paged_kernels.cpu_kernels.write import can_write, write_kv
 
-__all__ = ["can_run_parallel", "can_write", "paged_attention", "unsupported_reason", "write_kv"]
+__all__ = ["can_run_parallel", "can_write", "paged_attention", "unsupported_reason", "warm_up", "write_kv"]

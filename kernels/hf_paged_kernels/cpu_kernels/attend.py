@@ -5,13 +5,14 @@ each tile of keys, which is read, or decoded, once for all of them, and so are v
 FlashAttention (Dao et al., arXiv 2205.14135), and whoever finishes the last piece of a unit merges its parts.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numba import carray, njit
 
 from hf_paged_kernels.cpu_kernels.call import CALL, PIECE_TYPE
-from hf_paged_kernels.cpu_kernels.compiled import FLAGS, c_function, checksum
+from hf_paged_kernels.cpu_kernels.compiled import FLAGS, Kernel
 from hf_paged_kernels.cpu_kernels.tiles import STRIP, TILE, fetch_strip, floats, locate, strip_of
 from hf_paged_kernels.cpu_kernels.vectors import (
     LANES,
@@ -150,8 +151,11 @@ def hide(call, scores, num_queries, first_query, first, count, row, past):
 
 
 @njit(**FLAGS)
-def attend_piece(call, piece, scratch):
-    """Attention to the keys of a piece: maximum and total of each row, and the sum of weighted values."""
+def attend_piece(call, piece, scratch, codes):
+    """Attention to the keys of a piece: maximum and total of each row, and the sum of weighted values.
+
+    `codes`: as in `strip_of`.
+    """
     key, value = call.key, call.value
     row, kv_head, first_query, past = piece.row, piece.kv_head, piece.first_query, piece.past
     last, fresh_from = piece.last, piece.fresh_from
@@ -190,7 +194,7 @@ def attend_piece(call, piece, scratch):
         for start in range(0, count, STRIP):
             size = min(count - start, STRIP)
             fetch_strip(value_place, start, size)
-            keys, key_stride = strip_of(call, key, True, key_place, start, size, room)
+            keys, key_stride = strip_of(call, key, True, key_place, start, size, room, codes)
             score(queries, keys, key_stride, key.width, size, scores + start * 4, num_rows)
         if has_cap:
             cap = np.float32(call.softcap)
@@ -231,7 +235,7 @@ def attend_piece(call, piece, scratch):
             size = min(count - start, STRIP)
             if end < last:
                 fetch_strip(key_place, start, size)
-            values, value_stride = strip_of(call, value, False, value_place, start, size, room)
+            values, value_stride = strip_of(call, value, False, value_place, start, size, room, codes)
             add_weighted(scores + start * 4, values, value_stride, size, scratch, value.width, num_rows)
         first = end
     return num_rows
@@ -291,8 +295,8 @@ def finish(call, piece, scratch):
 
 
 @njit(**FLAGS)
-def take_pieces(address):
-    """Does pieces of a call, given by the address of its record, until there are none."""
+def take_pieces(address, codes):
+    """Does pieces of a call, given by the address of its record, until there are none. `codes`: as in `strip_of`."""
     call = carray(pointer(address), (1,), CALL)[0]
     scratch = call.scratch + take_number(address + NEXT_SCRATCH) * call.scratch_bytes
     while True:
@@ -300,7 +304,7 @@ def take_pieces(address):
         if index >= call.num_pieces:
             return
         piece = carray(pointer(call.pieces + index * PIECE_BYTES), (1,), PIECE_TYPE)[0]
-        num_rows = attend_piece(call, piece, scratch)
+        num_rows = attend_piece(call, piece, scratch, codes)
         if piece.num_parts > 1:
             size = num_rows * (2 + call.value.width)
             kept = floats(call.partials + (piece.partial * (2 + call.value.width) + piece.part * size) * 4, size)
@@ -315,13 +319,14 @@ def take_pieces(address):
         finish(call, piece, scratch)
 
 
-def _compiled(version: int) -> Any:
+def _make(version: int, codes: int | None) -> Callable[[int], None]:
     def work(address):
         if version >= 0:
-            take_pieces(address)
+            take_pieces(address, codes)
 
-    return c_function(work)
+    return work
 
 
-work = _compiled(checksum())
-"""`take_pieces` for callers that are not Python."""
+attend_exact = Kernel("attention to exact blocks", 7, partial(_make, codes=None))
+attend_codes = Kernel("attention to quantized blocks", 10, partial(_make, codes=1))
+"""`take_pieces` for callers that are not Python. The first one reads no codes, and is compiled sooner."""

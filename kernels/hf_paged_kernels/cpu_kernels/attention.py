@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from hf_paged_kernels.cpu_kernels import threads
-from hf_paged_kernels.cpu_kernels.attend import LINE, work
+from hf_paged_kernels.cpu_kernels.attend import LINE, attend_codes, attend_exact
 from hf_paged_kernels.cpu_kernels.call import DTYPES, bits_of
 from hf_paged_kernels.cpu_kernels.checks import check_attention
+from hf_paged_kernels.cpu_kernels.compiled import Kernel
 from hf_paged_kernels.cpu_kernels.operands import NOTHING, address_of, operand
 from hf_paged_kernels.cpu_kernels.plan import Plan, make_plan
 from hf_paged_kernels.cpu_kernels.stored import Format, Stored, StoredPart, stored, unsupported_blocks
@@ -24,7 +25,9 @@ _ALIGNMENT = 4 * LINE  # bytes of a cache line, and of the widest vector
 
 def unsupported_reason(query: torch.Tensor, blocks: Blocks) -> str | None:
     """Why the kernel cannot do a call; `None` if it can."""
-    return unsupported_blocks(blocks) or (None if query.dtype in DTYPES else f"dtype {query.dtype}")
+    if query.dtype not in DTYPES:
+        return f"dtype {query.dtype}"
+    return blocks.memo(unsupported_reason, lambda: unsupported_blocks(blocks) or _kernel_for(stored(blocks)).problem)
 
 
 def paged_attention(
@@ -82,7 +85,8 @@ def paged_attention(
             *layer.value.format,
         ),
     )
-    threads.run(work.address, record.buffer_info()[0], in_parallel=prepared.plan.is_worth_threads)
+    num_threads = num_threads if prepared.plan.is_worth_threads else 1
+    threads.run(_kernel_for(layer).address, record.buffer_info()[0], num_threads)
     prepared.workspaces.give_back(workspace)
     if query.dtype != torch.float32:
         out = out.to(query.dtype) if isinstance(blocks, KVBlocks) else in_model_dtype(out, query.dtype)
@@ -171,6 +175,10 @@ def _make_workspace(plan: Plan, key: Format, value: Format, num_threads: int) ->
     return _Workspace(
         (aligned, scratch_bytes, address_of(partials), address_of(finished)), (scratch, partials, finished)
     )
+
+
+def _kernel_for(layer: Stored) -> Kernel:
+    return attend_exact if layer.key.codes is None else attend_codes
 
 
 def _new(states: torch.Tensor, part: StoredPart) -> tuple[torch.Tensor, Sequence[int]]:

@@ -58,19 +58,15 @@ class Stored(NamedTuple):
 
 def unsupported_blocks(blocks: Blocks) -> str | None:
     """What the kernels do not take about some blocks; `None` if they take them."""
-    return blocks.memo(unsupported_blocks, lambda: _unsupported(blocks))
+    if not isinstance(blocks, KVBlocks | ScaledBlocks | HotColdBlocks):
+        return type(blocks).__name__
+    dtypes = (_stored_part(blocks, part).dtype for part in ("key", "value"))
+    return next((f"dtype {dtype}" for dtype in dtypes if dtype not in DTYPES), None)
 
 
 def stored(blocks: Blocks) -> Stored:
     """What the kernels are told of blocks that they take."""
     return blocks.memo(stored, lambda: _stored(blocks))
-
-
-def _unsupported(blocks: Blocks) -> str | None:
-    if not isinstance(blocks, KVBlocks | ScaledBlocks | HotColdBlocks):
-        return type(blocks).__name__
-    dtypes = (_stored_part(blocks, part).dtype for part in ("key", "value"))
-    return next((f"dtype {dtype}" for dtype in dtypes if dtype not in DTYPES), None)
 
 
 def _stored(blocks: Blocks) -> Stored:

@@ -9,18 +9,17 @@ import torch
 _is_forked = False
 
 
-def run(function: int, argument: int, *, in_parallel: bool) -> None:
-    """Calls a C function `void (void *)`, in all of PyTorch's threads at once or in this one, and waits for it.
+def run(function: int, argument: int, num_threads: int) -> None:
+    """Calls a C function `void (void *)` in some threads at once, or in this one alone, and waits for it.
 
     Args:
         function: its address. Each call takes its share of the work from memory that all of them see, so the number of
             calls does not matter.
         argument: the address that each call is given.
-        in_parallel: whether other threads are worth it. It is all of them then: GNU's library would end those that are
-            left out, and make them anew for the next matrix product.
+        num_threads: 1, or all of PyTorch's: GNU's library would end those that are left out, and make them anew for the
+            next matrix product. No more are used, whatever their number is set to in the meantime.
     """
-    num_threads = torch.get_num_threads() if in_parallel and not _is_forked else 1
-    parallel = _openmp() if num_threads > 1 else None
+    parallel = _openmp() if num_threads > 1 and not _is_forked else None
     if parallel is None:
         _as_function(function)(argument)
     else:
@@ -29,7 +28,7 @@ def run(function: int, argument: int, *, in_parallel: bool) -> None:
 
 def can_run_parallel() -> bool:
     """Whether there is a way into PyTorch's threads, if it has more than one."""
-    return torch.get_num_threads() == 1 or _openmp() is not None
+    return _openmp() is not None or torch.get_num_threads() == 1
 
 
 @cache

@@ -86,13 +86,14 @@ def fetch_strip(place, start, count):
 
 
 @njit(**FLAGS)
-def strip_of(call, part, is_key, place, start, count, room):
+def strip_of(call, part, is_key, place, start, count, room, codes):
     """The `count` tokens from the `start`-th on at a place, as `locate` gives it, all in one block or all fresh.
 
     Args:
         call: record, see `CALL`.
         part: what the record says about keys or about values.
         room: address of memory for `STRIP * width` floats.
+        codes: `None` leaves out of the machine code what reads codes.
 
     Returns:
         Address of float32 `[count, >= width]`, and the floats from token to token. `LANES` tokens at a time may be
@@ -105,6 +106,8 @@ def strip_of(call, part, is_key, place, start, count, room):
         if part.dtype == 0 and dim == width and start + -(-count // LANES) * LANES <= in_block:
             return address, dim
         copy_rows(address, part.dtype, stride, room, dim, width, count)
+    elif codes is None:
+        return room, width
     elif part.zero == 0:
         decode_scaled(address, part.scale + slot * 2, added, part.bits, room, dim, width, count)
     elif is_key:

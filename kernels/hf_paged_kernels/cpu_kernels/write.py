@@ -1,8 +1,9 @@
 """Stores the keys and values of new tokens in their slots, and quantizes them on the way: one call a layer."""
 
 from array import array
+from collections.abc import Callable
+from functools import partial
 from itertools import product
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from hf_paged_kernels import scaled
 from hf_paged_kernels.cpu_kernels import threads
 from hf_paged_kernels.cpu_kernels.call import DTYPES
 from hf_paged_kernels.cpu_kernels.checks import check_new
-from hf_paged_kernels.cpu_kernels.compiled import EXACT_FLAGS, c_function, checksum
+from hf_paged_kernels.cpu_kernels.compiled import EXACT_FLAGS, Kernel
 from hf_paged_kernels.cpu_kernels.operands import address_of, operand
 from hf_paged_kernels.cpu_kernels.tiles import bfloat_at, bytes_of, copy_rows, float_of_e4m3, floats
 from hf_paged_kernels.cpu_kernels.vectors import (
@@ -24,6 +25,7 @@ from hf_paged_kernels.cpu_kernels.vectors import (
 from hf_paged_kernels.cpu_kernels.workspace import Workspaces
 from hf_paged_kernels.grouped import HotColdBlocks
 from hf_paged_kernels.layout import Blocks, KVBlocks
+from hf_paged_kernels.modes import ordinary_tensors
 from hf_paged_kernels.scaled import ScaledBlocks
 from hf_paged_kernels.step import StepMetadata
 from hf_paged_kernels.write import quantize_new_blocks
@@ -75,16 +77,18 @@ OUTLIER_FACTOR = np.float32(scaled.OUTLIER_FACTOR)
 MEDIAN_SHIFT = np.int32(scaled.MEDIAN_SHIFT)
 MEDIAN_BITS = 31 - scaled.MEDIAN_SHIFT
 LARGEST_OFFSET_EXPONENT = np.int32(scaled.LARGEST_OFFSET_EXPONENT)
-_FACTORS = scaled.scale_factors(torch.device("cpu"))
+with ordinary_tensors():
+    _FACTORS = scaled.scale_factors(torch.device("cpu"))
 _DTYPE_PAIRS = frozenset(product(DTYPES, repeat=2))
 
 
 @njit(**EXACT_FLAGS)
-def store_tokens(call, part, row, kv_head, first, last, numbers, offsets, best):
+def store_tokens(call, part, row, kv_head, first, last, numbers, offsets, best, codes):
     """Stores the new tokens `first .. last - 1` of a row.
 
     Args:
         numbers, offsets, best: memory for a token, for an offset, and for codes.
+        codes: `None` leaves out of the machine code what makes codes.
     """
     current_block = np.int64(-1)  # whose offset is in `offsets`
     slots = carray(pointer(call.slots), (call.batch * call.query_length,), np.int32)
@@ -97,6 +101,8 @@ def store_tokens(call, part, row, kv_head, first, last, numbers, offsets, best):
         if part.scale == 0:
             copy_bits(part.source, offset, part.target, place * part.dim, part.dim, part.dtype)
             continue
+        if codes is None:
+            continue
         size = bytes_of(part.dtype)
         copy_rows(part.source + offset * size, part.dtype, part.dim * size, numbers, part.dim, part.dim, 1)
         if part.offset != 0:
@@ -107,9 +113,9 @@ def store_tokens(call, part, row, kv_head, first, last, numbers, offsets, best):
             states, added = floats(numbers, part.dim), floats(offsets, part.dim)
             for i in range(part.dim):
                 states[i] -= added[i]
-        codes = part.target + place * part.dim
+        codes_of_token = part.target + place * part.dim
         scales = carray(pointer(part.scale), (place + 1,), np.uint16)
-        scales[place] = quantize(numbers, codes, best, part.dim, call.bits, call.factors, call.num_factors)
+        scales[place] = quantize(numbers, codes_of_token, best, part.dim, call.bits, call.factors, call.num_factors)
 
 
 @njit(**EXACT_FLAGS)
@@ -258,8 +264,11 @@ def squared_error(states, codes, scale, dim):
 
 
 @njit(**EXACT_FLAGS)
-def take_tokens(address):
-    """Stores tokens of a call, given by the address of its record, until there are none left."""
+def take_tokens(address, codes):
+    """Stores tokens of a call, given by the address of its record, until there are none left.
+
+    `codes`: as in `store_tokens`.
+    """
     call = carray(pointer(address), (1,), WRITE_CALL)[0]
     numbers = call.scratch + take_number(address + NEXT_SCRATCH) * SCRATCH_BYTES
     offsets, best = numbers + 4 * MAX_DIM, numbers + 8 * MAX_DIM
@@ -271,19 +280,20 @@ def take_tokens(address):
         chunk, head = item % chunks, item // chunks
         row, kv_head = head // call.num_kv_heads, head % call.num_kv_heads
         first, last = chunk * TOKENS, min((chunk + 1) * TOKENS, call.query_length)
-        store_tokens(call, call.key, row, kv_head, first, last, numbers, offsets, best)
-        store_tokens(call, call.value, row, kv_head, first, last, numbers, offsets, best)
+        store_tokens(call, call.key, row, kv_head, first, last, numbers, offsets, best, codes)
+        store_tokens(call, call.value, row, kv_head, first, last, numbers, offsets, best, codes)
 
 
-def _compiled(version: int) -> Any:
+def _make(version: int, codes: int | None) -> Callable[[int], None]:
     def work(address):
         if version >= 0:
-            take_tokens(address)
+            take_tokens(address, codes)
 
-    return c_function(work)
+    return work
 
 
-work = _compiled(checksum())
+store_exact = Kernel("storing tokens exactly", 2, partial(_make, codes=None))
+store_codes = Kernel("storing tokens as 8-bit codes", 3, partial(_make, codes=1))
 """`take_tokens` for callers that are not Python."""
 
 
@@ -333,7 +343,8 @@ def write_kv(blocks: Blocks, key: torch.Tensor, value: torch.Tensor, step: StepM
     work_size = key.numel() + value.numel()
     if scratch is not None and blocks.code_dtype != torch.int8:
         work_size *= 2 * scaled.FP8_SCALES
-    threads.run(work.address, record.buffer_info()[0], in_parallel=work_size > WORTH_THREADS)
+    kernel = store_exact if scratch is None else store_codes
+    threads.run(kernel.address, record.buffer_info()[0], num_threads if work_size > WORTH_THREADS else 1)
     if scratch is not None:
         workspaces.give_back(scratch)
 
@@ -342,9 +353,11 @@ def _writable_dtypes(blocks: Blocks) -> frozenset[tuple[torch.dtype, torch.dtype
     """Dtypes of keys and of values that the kernel stores in such blocks."""
     exact = blocks.hot if isinstance(blocks, HotColdBlocks) else blocks
     if isinstance(exact, KVBlocks):
-        return frozenset({(exact.key.dtype, exact.value.dtype)} & _DTYPE_PAIRS)
-    is_taken = isinstance(exact, ScaledBlocks) and max(exact.dims) <= MAX_DIM
-    return _DTYPE_PAIRS if is_taken else frozenset()
+        pairs, kernel = frozenset({(exact.key.dtype, exact.value.dtype)} & _DTYPE_PAIRS), store_exact
+    else:
+        is_taken = isinstance(exact, ScaledBlocks) and max(exact.dims) <= MAX_DIM
+        pairs, kernel = _DTYPE_PAIRS if is_taken else frozenset(), store_codes
+    return pairs if pairs and kernel.problem is None else frozenset()
 
 
 def _prepare(step: StepMetadata, num_threads: int) -> tuple[np.ndarray, tuple[int, ...], Workspaces[torch.Tensor]]:
