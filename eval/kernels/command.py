@@ -40,6 +40,7 @@ from eval.kernels.peers import PEERS, contenders
 from eval.kernels.problems import BLOCK_SIZE, Heads, Shape
 from eval.kernels.sections import KernelBench
 from eval.kernels.tables import SECTIONS, conclusions, head_lines, markdown
+from hf_paged_cache import CODECS
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 FULL = {
@@ -87,6 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--contexts", type=positives, help=f"tokens of a row; {default('contexts')}")
     parser.add_argument("--batches", type=positives, help=f"rows; {default('batches')}")
     parser.add_argument("--dtypes", type=chosen_from([*DTYPES]), help=f"from {','.join(DTYPES)}; {default('dtypes')}")
+    parser.add_argument(
+        "--kv",
+        type=chosen_from(CODECS),
+        default=["raw"],
+        help=f"formats of blocks, from {','.join(CODECS)}; default raw",
+    )
     add_chosen(parser, "--peers", PEERS)
     add_chosen(parser, "--sections", SECTIONS)
     parser.add_argument("--beams", type=positive, default=8, help="rows that share a prompt; default 8")
@@ -110,7 +117,9 @@ def _cases(arguments: argparse.Namespace, bench: KernelBench) -> dict[str, list[
     sizes = list(itertools.product(arguments.batches, arguments.contexts))
     context = arguments.prompt + BLOCK_SIZE
     cases = {
-        "attention": [(bench.attention, Shape(*model, *size)) for model in models for size in sizes],
+        "attention": [
+            (bench.attention, Shape(*model, *size, kv=kv)) for model in models for size in sizes for kv in arguments.kv
+        ],
         "shared": [
             (bench.shared_prompt, Shape(*model, arguments.beams, context, shared_prompt=arguments.prompt))
             for model in models

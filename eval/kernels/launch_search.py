@@ -203,13 +203,9 @@ def _calls(launch: Launch, problem: Problem) -> list[Call]:
     attend = partial(paged_attention, step=problem.step, scale=problem.scale, launch=launch)
     if launch.phase == "decode":
         return [partial(attend, problem.query, blocks) for blocks in problem.layers]
-    new = [
-        tuple(states[:, :, -problem.shape.query_length :] for states in in_one_piece)
-        for in_one_piece in problem.contiguous
-    ]
     return [
         partial(attend, problem.query, blocks, new_kv=new_kv)
-        for blocks, new_kv in zip(problem.layers, new, strict=True)
+        for blocks, new_kv in zip(problem.layers, problem.new_kv, strict=True)
     ]
 
 
