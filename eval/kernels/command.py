@@ -11,8 +11,6 @@ compared with attention in float64 first: what is wrong is not timed.
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Sequence
@@ -132,12 +130,6 @@ def _cases(arguments: argparse.Namespace, bench: KernelBench) -> dict[str, list[
     return {section: cases[section] for section in arguments.sections}
 
 
-def _triton_version() -> str:
-    if importlib.util.find_spec("triton") is None:
-        return "not installed"
-    return importlib.import_module("triton").__version__
-
-
 @torch.no_grad()
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
@@ -146,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bench = KernelBench(device, contenders(arguments.peers), arguments.repeats)
     results = {
-        "machine": describe_hardware(device) | {"triton": _triton_version()},
+        "machine": describe_hardware(device),
         "settings": {"repeats": arguments.repeats, "rotated_bytes": bench.rotated_bytes},
     }
     print(*head_lines(results), sep="\n")

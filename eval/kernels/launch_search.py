@@ -19,7 +19,7 @@ from eval.common.timing import interleave, median_ratio
 from eval.kernels.problems import Heads, Problem, Shape, checked_round
 from eval.kernels.timing import Call, rotated_bytes
 
-__all__ = ["INTERPRETED", "MAX_DIM", "QUICK", "THOROUGH", "Extent", "Found", "Size", "search"]
+__all__ = ["INTERPRETED", "MAX_DIM", "MEDIUM", "QUICK", "THOROUGH", "Extent", "Found", "Size", "search"]
 
 # A launch that is faster by less is not told from today's.
 LEAST_GAIN = 1.02
@@ -78,6 +78,8 @@ THOROUGH = Extent(
         ),
     },
 )
+# What a card does in some minutes for a row.
+MEDIUM = replace(THOROUGH, warps=(4, 8), stages=(2, 3, 4), rows=(16, 64), kept=3)
 QUICK = Extent(
     tiles=(32, 64, 128),
     warps=(4, 8),

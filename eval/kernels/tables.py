@@ -26,9 +26,9 @@ SECTIONS: dict[str, Section] = {
     "attention": Section(
         "Attention of one new token a row, alone",
         "us: a call. GB/s: keys and values, each read once. of copy: that, divided by what copying a large tensor "
-        "reads and writes in a second, in the same round. x sdpa: the time divided by that of the fastest sdpa in the same "
-        "round, below 1 is faster. paged: on blocks in random order, in the format that kv names. All others read the "
-        "same numbers in the model's dtype, sdpa in one piece.",
+        "reads and writes in a second, in the same round. x sdpa: the time divided by that of the fastest sdpa in the "
+        "same round, below 1 is faster. paged: on blocks in random order, in the format that kv names. All others read "
+        "the same numbers in the model's dtype, sdpa in one piece.",
         (
             *_WHERE,
             ("context", lambda row: f"{row['context']:,}"),
