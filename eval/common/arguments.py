@@ -52,9 +52,9 @@ def parser_of(prog: str, description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=prog, description=description, formatter_class=formatter)
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Adds `--model`, for `load_model`."""
-    parser.add_argument("--model", help=f"folder or hub id; default {small_models.SMOLLM2.name}")
+def add_model(parser: argparse.ArgumentParser, default: str = small_models.SMOLLM2.name) -> None:
+    """Adds `--model`; `default` says what is taken if it is not given."""
+    parser.add_argument("--model", help=f"folder or hub id; default {default}")
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
+import subprocess
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -40,6 +43,35 @@ def describe_hardware(device: torch.device) -> dict[str, str | int]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "triton": version("triton") if find_spec("triton") else "not installed",
         "transformers": transformers.__version__,
         "hf_paged_cache": version("hf-paged-cache"),
     }
+
+
+def describe_card(device: torch.device) -> dict[str, str | int]:
+    """The same with what else matters to kernels on a card."""
+    machine = describe_hardware(device)
+    if device.type != "cuda":
+        return machine | {"driver": "none", "toolkit": "none", "device_memory": 0, "multiprocessors": 0}
+    properties = torch.cuda.get_device_properties(device)
+    return machine | {
+        "driver": _driver_version(),
+        "toolkit": f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}",
+        "device_memory": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+    }
+
+
+def _driver_version() -> str:
+    """As the vendor's own tool tells it; "unknown" where there is no such tool."""
+    commands = {
+        "nvidia-smi": ["--query-gpu=driver_version", "--format=csv,noheader"],
+        "amd-smi": ["version"],
+    }
+    for tool, options in commands.items():
+        if shutil.which(tool) is not None:
+            answer = subprocess.run([tool, *options], capture_output=True, text=True, check=False)
+            if answer.returncode == 0 and answer.stdout.strip():
+                return answer.stdout.strip().splitlines()[0]
+    return "unknown"

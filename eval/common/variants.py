@@ -49,8 +49,13 @@ def _paged(model: PreTrainedModel, inputs: Inputs, beams: int) -> Cache:
     return PagedCache(model.config)
 
 
-def _paged_as(kv: str) -> Callable[[PreTrainedModel, Inputs, int], Cache]:
-    return lambda model, inputs, beams: PagedCache(model.config, kv=kv)
+def quantized_variant(kv: str) -> Variant:
+    """PagedCache with a codec that loses something, a name from `hf_paged_cache.CODECS`."""
+
+    def make(model: PreTrainedModel, inputs: Inputs, beams: int) -> Cache:
+        return PagedCache(model.config, kv=kv)
+
+    return Variant(kv, f"PagedCache ({kv})", "hf_paged", make, lossy=True)
 
 
 def _forked(model: PreTrainedModel, inputs: Inputs, beams: int) -> Cache:
@@ -65,8 +70,8 @@ VARIANTS = {
         Variant(BASELINE, "DynamicCache", "sdpa", _dynamic),
         Variant("quantized", "QuantizedCache (quanto, 4 bit)", "sdpa", _quantized, lossy=True),
         Variant("paged", "PagedCache", "hf_paged", _paged),
-        Variant("int8", "PagedCache (int8)", "hf_paged", _paged_as("int8"), lossy=True),
-        Variant("int4", "PagedCache (int4)", "hf_paged", _paged_as("int4"), lossy=True),
+        quantized_variant("int8"),
+        quantized_variant("int4"),
         # Attention that knows nothing of blocks: every layer's keys and values are gathered for it.
         Variant("paged+gather", "PagedCache", "sdpa", _paged),
     )

@@ -11,8 +11,6 @@ compared with attention in float64 first: what is wrong is not timed.
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Sequence
@@ -40,6 +38,7 @@ from eval.kernels.peers import PEERS, contenders
 from eval.kernels.problems import BLOCK_SIZE, Heads, Shape
 from eval.kernels.sections import KernelBench
 from eval.kernels.tables import SECTIONS, conclusions, head_lines, markdown
+from hf_paged_cache import CODECS
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 FULL = {
@@ -87,6 +86,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--contexts", type=positives, help=f"tokens of a row; {default('contexts')}")
     parser.add_argument("--batches", type=positives, help=f"rows; {default('batches')}")
     parser.add_argument("--dtypes", type=chosen_from([*DTYPES]), help=f"from {','.join(DTYPES)}; {default('dtypes')}")
+    parser.add_argument(
+        "--kv",
+        type=chosen_from(CODECS),
+        default=["raw"],
+        help=f"formats of blocks, from {','.join(CODECS)}; default raw",
+    )
     add_chosen(parser, "--peers", PEERS)
     add_chosen(parser, "--sections", SECTIONS)
     parser.add_argument("--beams", type=positive, default=8, help="rows that share a prompt; default 8")
@@ -110,7 +115,9 @@ def _cases(arguments: argparse.Namespace, bench: KernelBench) -> dict[str, list[
     sizes = list(itertools.product(arguments.batches, arguments.contexts))
     context = arguments.prompt + BLOCK_SIZE
     cases = {
-        "attention": [(bench.attention, Shape(*model, *size)) for model in models for size in sizes],
+        "attention": [
+            (bench.attention, Shape(*model, *size, kv=kv)) for model in models for size in sizes for kv in arguments.kv
+        ],
         "shared": [
             (bench.shared_prompt, Shape(*model, arguments.beams, context, shared_prompt=arguments.prompt))
             for model in models
@@ -123,12 +130,6 @@ def _cases(arguments: argparse.Namespace, bench: KernelBench) -> dict[str, list[
     return {section: cases[section] for section in arguments.sections}
 
 
-def _triton_version() -> str:
-    if importlib.util.find_spec("triton") is None:
-        return "not installed"
-    return importlib.import_module("triton").__version__
-
-
 @torch.no_grad()
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
@@ -137,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bench = KernelBench(device, contenders(arguments.peers), arguments.repeats)
     results = {
-        "machine": describe_hardware(device) | {"triton": _triton_version()},
+        "machine": describe_hardware(device),
         "settings": {"repeats": arguments.repeats, "rotated_bytes": bench.rotated_bytes},
     }
     print(*head_lines(results), sep="\n")

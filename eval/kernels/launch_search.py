@@ -19,7 +19,7 @@ from eval.common.timing import interleave, median_ratio
 from eval.kernels.problems import Heads, Problem, Shape, checked_round
 from eval.kernels.timing import Call, rotated_bytes
 
-__all__ = ["INTERPRETED", "MAX_DIM", "QUICK", "THOROUGH", "Extent", "Found", "Size", "search"]
+__all__ = ["INTERPRETED", "MAX_DIM", "MEDIUM", "QUICK", "THOROUGH", "Extent", "Found", "Size", "search"]
 
 # A launch that is faster by less is not told from today's.
 LEAST_GAIN = 1.02
@@ -78,6 +78,8 @@ THOROUGH = Extent(
         ),
     },
 )
+# What a card does in some minutes for a row.
+MEDIUM = replace(THOROUGH, warps=(4, 8), stages=(2, 3, 4), rows=(16, 64), kept=3)
 QUICK = Extent(
     tiles=(32, 64, 128),
     warps=(4, 8),
@@ -203,13 +205,9 @@ def _calls(launch: Launch, problem: Problem) -> list[Call]:
     attend = partial(paged_attention, step=problem.step, scale=problem.scale, launch=launch)
     if launch.phase == "decode":
         return [partial(attend, problem.query, blocks) for blocks in problem.layers]
-    new = [
-        tuple(states[:, :, -problem.shape.query_length :] for states in in_one_piece)
-        for in_one_piece in problem.contiguous
-    ]
     return [
         partial(attend, problem.query, blocks, new_kv=new_kv)
-        for blocks, new_kv in zip(problem.layers, new, strict=True)
+        for blocks, new_kv in zip(problem.layers, problem.new_kv, strict=True)
     ]
 
 

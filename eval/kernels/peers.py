@@ -69,7 +69,7 @@ def contenders(kinds: Sequence[Kind]) -> list[Contender]:
         Contender("sdpa, heads repeated", "sdpa", partial(_sdpa, _repeated_heads), _needs_groups),
         Contender("sdpa, heads as queries", "sdpa", partial(_sdpa, _heads_as_queries), _needs_groups),
         Contender("sdpa, flash", "sdpa", partial(_sdpa, _flash), _needs_gpu),
-        Contender("flex_attention, paged", "flex", _flex, _no_refusal),
+        Contender("flex_attention, paged", "flex", _flex, _needs_raw),
         Contender(
             "flash-attn 2", "flash-attn", partial(_flash_attn, "flash_attn", "block_table"), _needs("flash_attn")
         ),
@@ -120,6 +120,10 @@ def _needs_groups(problem: Problem) -> str | None:
     return None if problem.shape.heads.group > 1 else "is the same as sdpa where every query head has its KV head"
 
 
+def _needs_raw(problem: Problem) -> str | None:
+    return None if problem.shape.kv == "raw" else "reads no codes"
+
+
 def _needs_gpu(problem: Problem) -> str | None:
     return None if problem.device.type == "cuda" else "needs a GPU"
 
@@ -130,7 +134,9 @@ def _needs(module: str) -> Callable[[Problem], str | None]:
             return "needs a GPU"
         if importlib.util.find_spec(module) is None:
             return f"{module} is not installed"
-        return None if problem.shape.dtype in SIXTEEN_BIT else "takes float16 and bfloat16 only"
+        if problem.shape.dtype not in SIXTEEN_BIT:
+            return "takes float16 and bfloat16 only"
+        return _needs_raw(problem)
 
     return refusal
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import torch
 from hf_paged_kernels import KVBlocks, StepMetadata, dense_attention
 
+from eval.kernels.formats import clone, store, token_bytes
 from eval.kernels.timing import Call, round_of
 
 BLOCK_SIZE = 64
@@ -47,6 +48,7 @@ class Shape:
 
     Attributes:
         shared_prompt: leading tokens that all rows share, in the same blocks; a multiple of the block size.
+        kv: the format of the blocks, a name from `hf_paged_cache.CODECS`.
     """
 
     heads: Heads
@@ -55,6 +57,7 @@ class Shape:
     context: int
     query_length: int = 1
     shared_prompt: int = 0
+    kv: str = "raw"
 
     @property
     def dtype_name(self) -> str:
@@ -62,17 +65,17 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values that the rows see, shared ones once for each row."""
-        return self.batch * self.context * self._token_bytes
+        """Bytes of the keys and values that the rows see, scales included, shared ones once for each row."""
+        return round(self.batch * self.context * self._token_bytes)
 
     @property
     def stored_bytes(self) -> int:
         """The same with shared ones once."""
-        return (self.shared_prompt + self.batch * (self.context - self.shared_prompt)) * self._token_bytes
+        return round((self.shared_prompt + self.batch * (self.context - self.shared_prompt)) * self._token_bytes)
 
     @property
-    def _token_bytes(self) -> int:
-        return 2 * self.heads.num_kv_heads * self.heads.head_dim * self.dtype.itemsize
+    def _token_bytes(self) -> float:
+        return token_bytes(self.kv, self.heads.num_kv_heads, self.heads.head_dim, self.dtype, BLOCK_SIZE)
 
     def num_layers(self, rotated_bytes: int) -> int:
         """Layers, each with keys and values of its own, that take `rotated_bytes` together."""
@@ -80,10 +83,14 @@ class Shape:
 
     def memory_needed(self, rotated_bytes: int) -> int:
         """Bytes that all implementations need at once: layouts of their own, and copies for the repeated heads."""
-        return 5 * self.num_layers(rotated_bytes) * self.stored_bytes + (2 + self.heads.group) * self.kv_bytes
+        layers, raw = self.num_layers(rotated_bytes), replace(self, kv="raw")
+        own = layers * self.stored_bytes if self.kv != "raw" else 0
+        return own + 5 * layers * raw.stored_bytes + (2 + self.heads.group) * raw.kv_bytes
 
     def __str__(self) -> str:
-        return f"{self.heads}, {self.dtype_name}, batch {self.batch}, context {self.context}"
+        queries = f", {self.query_length} queries" if self.query_length > 1 else ""
+        kv = f", {self.kv}" if self.kv != "raw" else ""
+        return f"{self.heads}, {self.dtype_name}{kv}, batch {self.batch}, context {self.context}{queries}"
 
 
 class Problem:
@@ -107,16 +114,24 @@ class Problem:
         size = (shape.batch, shape.query_length, heads.num_heads, heads.head_dim)
         query = torch.randn(size, generator=generator, dtype=shape.dtype, device=device)
         self.query = (SCORE_DEVIATION * query).transpose(1, 2)
-        self.step = _step(shape, self.table)
-        first = KVBlocks(*(self._random_plane(generator) for _ in range(2)))
+        exact = KVBlocks(*(self._random_plane(generator) for _ in range(2)))
+        self._stored = store(shape.kv, exact, self.table)
+        self.step = _step(shape, self.table, self._stored.hot_table)
         copies = range(shape.num_layers(rotated_bytes) - 1)
-        self.layers = [first, *(KVBlocks(first.key.clone(), first.value.clone()) for _ in copies)]
+        self.layers = [self._stored.blocks, *(clone(self._stored.blocks) for _ in copies)]
 
     @cached_property
     def contiguous(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of each layer in one piece, `[batch, num_kv_heads, context, head_dim]`."""
-        key, value = (self._in_one_piece(plane) for plane in self.layers[0].planes)
+        """Keys and values of each layer as the blocks read, in one piece: `[batch, num_kv_heads, context, head_dim]`
+        in the model's dtype."""
+        key, value = (self._in_one_piece(plane) for plane in (self._stored.key, self._stored.value))
         return [(key, value), *((key.clone(), value.clone()) for _ in self.layers[1:])]
+
+    @property
+    def new_kv(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of each layer's new tokens, `[batch, num_kv_heads, query_length, head_dim]`."""
+        new = slice(-self.shape.query_length, None)
+        return [(key[:, :, new], value[:, :, new]) for key, value in self.contiguous]
 
     @cached_property
     def expected(self) -> torch.Tensor:
@@ -133,8 +148,11 @@ class Problem:
             ]
         )
 
-    def check(self, out: torch.Tensor) -> None:
+    def check(self, out: torch.Tensor) -> float:
         """
+        Returns:
+            The largest error, as a part of the largest value.
+
         Raises:
             WrongResult: `out` is not the expected result as its dtype can hold it.
         """
@@ -144,6 +162,7 @@ class Problem:
         allowed = TOLERANCE[self.shape.dtype]
         if not error <= allowed:
             raise WrongResult(f"the result is off by {error:.2g} of the largest value, allowed is {allowed:.2g}")
+        return error
 
     def _random_plane(self, generator: torch.Generator) -> torch.Tensor:
         shape = self.shape
@@ -178,7 +197,7 @@ def _random_table(shape: Shape) -> np.ndarray:
     return np.concatenate([prompt, ids[shared:].reshape(shape.batch, -1)], axis=1)
 
 
-def _step(shape: Shape, table: np.ndarray) -> StepMetadata:
+def _step(shape: Shape, table: np.ndarray, hot_table: np.ndarray | None) -> StepMetadata:
     new = np.arange(shape.context - shape.query_length, shape.context)
     return StepMetadata(
         block_table=table,
@@ -188,4 +207,5 @@ def _step(shape: Shape, table: np.ndarray) -> StepMetadata:
         num_columns=shape.context,
         block_size=BLOCK_SIZE,
         new_tokens_stored=True,
+        hot_table=hot_table,
     )

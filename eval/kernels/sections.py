@@ -62,12 +62,14 @@ class KernelBench:
         best_sdpa = _fastest({name: seconds for name, seconds in times.items() if able[name].kind == "sdpa"})
         for name, contender in able.items():
             row = {"section": "attention", **_identity(shape), "implementation": name, "kind": contender.kind}
-            row |= {"context": shape.context, "layers": len(problem.layers), "kv_bytes": shape.kv_bytes}
+            # What is not ours reads the same numbers in the model's dtype.
+            kv_bytes = shape.kv_bytes if contender.kind == "paged" else replace(shape, kv="raw").kv_bytes
+            row |= {"context": shape.context, "layers": len(problem.layers), "kv_bytes": kv_bytes}
             if name in times:
                 seconds, copy_seconds = times[name], self.copy_seconds[-self.repeats :]
                 row |= _microseconds(seconds)
-                row["bytes_per_second"] = shape.kv_bytes / statistics.median(seconds)
-                row["copy_ratio"] = median_ratio(copy_seconds, seconds) * shape.kv_bytes / self.copied_bytes
+                row["bytes_per_second"] = kv_bytes / statistics.median(seconds)
+                row["copy_ratio"] = median_ratio(copy_seconds, seconds) * kv_bytes / self.copied_bytes
                 row["sdpa_ratio"] = None if best_sdpa is None else median_ratio(seconds, best_sdpa)
             self.rows.append(row)
 
@@ -141,7 +143,7 @@ class KernelBench:
 
 
 def _identity(shape: Shape) -> Row:
-    return {"heads": str(shape.heads), "dtype": shape.dtype_name, "batch": shape.batch}
+    return {"heads": str(shape.heads), "dtype": shape.dtype_name, "kv": shape.kv, "batch": shape.batch}
 
 
 def _microseconds(seconds: Sequence[float]) -> Row:

@@ -16,6 +16,7 @@ LEFT = "implementation"
 _WHERE: tuple[Column, ...] = (
     ("heads", lambda row: row["heads"]),
     ("dtype", lambda row: row["dtype"]),
+    ("kv", lambda row: row["kv"]),
     ("batch", lambda row: f"{row['batch']:,}"),
 )
 _IMPLEMENTATION: Column = (LEFT, lambda row: row["implementation"])
@@ -25,8 +26,9 @@ SECTIONS: dict[str, Section] = {
     "attention": Section(
         "Attention of one new token a row, alone",
         "us: a call. GB/s: keys and values, each read once. of copy: that, divided by what copying a large tensor "
-        "reads and writes in a second, in the same round. x sdpa: the time divided by that of the fastest sdpa on "
-        "contiguous keys in the same round, below 1 is faster. paged: on blocks in random order.",
+        "reads and writes in a second, in the same round. x sdpa: the time divided by that of the fastest sdpa in the "
+        "same round, below 1 is faster. paged: on blocks in random order, in the format that kv names. All others read "
+        "the same numbers in the model's dtype, sdpa in one piece.",
         (
             *_WHERE,
             ("context", lambda row: f"{row['context']:,}"),
@@ -78,9 +80,9 @@ def conclusions(results: Mapping[str, Any]) -> list[str]:
         lines.append(f"Copying reads and writes {results['copy_bytes_per_second'] / 1e9:,.1f} GB/s.")
     attention = [row for row in results["rows"] if row["section"] == "attention" and "microseconds" in row]
     large = [row for row in attention if row["kind"] == "paged" and row["batch"] * row["context"] >= MANY_TOKENS]
-    for name in dict.fromkeys(row["implementation"] for row in large):
-        rows = [row for row in large if row["implementation"] == name]
-        line = f"{name}, {MANY_TOKENS:,} tokens and more: {_range(rows, 'copy_ratio')} of copying"
+    for kv, name in dict.fromkeys((row["kv"], row["implementation"]) for row in large):
+        rows = [row for row in large if (row["kv"], row["implementation"]) == (kv, name)]
+        line = f"{name}, {kv}, {MANY_TOKENS:,} tokens and more: {_range(rows, 'copy_ratio')} of copying"
         if all(row["sdpa_ratio"] is not None for row in rows):
             line += f", {_range(rows, 'sdpa_ratio')} times the fastest sdpa's time"
         lines.append(f"{line}.")

@@ -150,7 +150,7 @@ def test_a_prompt_too_short_to_be_shared():
 
 
 def test_goals_are_summed_up_over_large_cases():
-    row = {"section": "attention", "kind": "paged", "implementation": "paged, triton", "microseconds": 1.0}
+    row = {"section": "attention", "kind": "paged", "implementation": "triton", "kv": "fp8", "microseconds": 1.0}
     rows = [
         row | {"batch": 8, "context": 8192, "copy_ratio": 0.9, "sdpa_ratio": 0.8},
         row | {"batch": 64, "context": 4096, "copy_ratio": 0.86, "sdpa_ratio": 1.1},
@@ -158,7 +158,7 @@ def test_goals_are_summed_up_over_large_cases():
     ]
     assert tables.conclusions({"copy_bytes_per_second": 2e12, "rows": rows, "failures": ["this"]}) == [
         "Copying reads and writes 2,000.0 GB/s.",
-        "paged, triton, 65,536 tokens and more: 0.86 to 0.90 of copying, 0.80 to 1.10 times the fastest sdpa's time.",
+        "triton, fp8, 65,536 tokens and more: 0.86 to 0.90 of copying, 0.80 to 1.10 times the fastest sdpa's time.",
         "Not measured: this",
     ]
 

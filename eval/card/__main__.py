@@ -1,0 +1,7 @@
+"""`python -m eval.card`"""
+
+import sys
+
+from eval.card.command import main
+
+sys.exit(main())
