@@ -12,7 +12,8 @@ from torch._dynamo.utils import counters
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from hf_paged_cache import PagedCache
-from hf_paged_cache.attention import paged_attention_forward, paged_mask
+from hf_paged_cache.attention import paged_attention_forward
+from hf_paged_cache.masks import paged_mask
 from tests.compat import generate
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -100,8 +100,11 @@ def test_what_a_step_gives_back_is_known_before(windowed: Models, kv: Any, has_f
         for group in cache.groups:
             allocators = [group.pool.allocator, *([] if group.pool.hot is None else [group.pool.hot.allocator])]
             before = [it.num_available for it in allocators]
-            foreseen = group.table.blocks_to_give_up()
-            group._give_up_old_tokens()
+            state, pairs = group.table.before_next_step()
+            foreseen = group.table.blocks_let_go(state)
+            with cache.lock, group.pool.ledger:
+                group.pool.seal(pairs)
+                group.table.commit(state)
             given_back = [it.num_available - number for it, number in zip(allocators, before, strict=True)]
             assert [*foreseen][: len(allocators)] == given_back
             total += sum(given_back)
