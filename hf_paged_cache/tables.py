@@ -464,8 +464,9 @@ def _filled(ids: np.ndarray, need: _Need, is_new: np.ndarray, replaced: list[int
         return ids
     ids = ids.copy()
     ids[np.nonzero(is_new)] = taken[len(replaced) :]
-    rows = np.array(replaced, dtype=np.int64)
-    ids[rows, need.last_block[rows]] = taken[: len(replaced)]
+    if replaced:
+        rows = np.array(replaced)
+        ids[rows, need.last_block[rows]] = taken[: len(replaced)]
     return ids
 
 
