@@ -99,7 +99,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not all(group.can_crop(kept) for group in cache.groups) or not cache.origin:
             return
         for group in cache.groups:
-            group.crop(kept)
+            group.pool.ledger.commit(group.cropped(kept))
         cache.origin = cache.origin.cropped(kept)
         self.live[place] = (store, cache, [row[:kept] for row in rows])
 
