@@ -146,8 +146,9 @@ class KnownBlocks:
             for kinds, group in zip(self._groups, groups, strict=True):
                 hot_ids = None if kinds.hot is None else tables[kinds.hot]
                 changes += group.adopted(num_columns, padding, tables[kinds.block], hot_ids)
-            with groups[0].pool.ledger:
-                groups[0].pool.ledger.commit(changes)
+            ledger = self._pools[0].ledger
+            with ledger:
+                ledger.commit(changes)
 
     def add(self, groups: Sequence[LayerGroup], row: int, root: PrefixNode, tokens: np.ndarray) -> None:
         """Makes the blocks of a row known.

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from hf_paged_kernels import StepMetadata
 
 from hf_paged_cache.blocks import BlockAllocator, Holding
-from hf_paged_cache.hot import HotBlocks, Moves, Pairs
+from hf_paged_cache.extension import Extension, Need, filled, moves_into, padding_after
+from hf_paged_cache.hot import HotBlocks, Pairs
 from hf_paged_cache.ledger import Change, Ledger
 from hf_paged_cache.table_state import TableState
 
@@ -142,7 +143,7 @@ class BlockTable:
 
     def extend(
         self, num_rows: int, num_new: int, attended: np.ndarray | None = None, *, keep_past: bool = False
-    ) -> "Extension":
+    ) -> Extension:
         """Takes what it needs to have `num_new` columns more in every row. The rows stay as they are until `commit`.
 
         Args:
@@ -167,15 +168,15 @@ class BlockTable:
             first_kept_column = max(first_kept_column, num_columns - self.window + 1)
         wide = state.widened(need.width)
         after = TableState(
-            block_ids=_filled(wide.block_ids, need, need.is_new, need.copying, new_ids),
-            hot_ids=_filled(wide.hot_ids, need, need.is_new_hot, need.opening, hot_ids),
+            block_ids=filled(wide.block_ids, need, need.is_new, need.copying, new_ids),
+            hot_ids=filled(wide.hot_ids, need, need.is_new_hot, need.opening, hot_ids),
             padding=need.padding,
             given_up=state.given_up,
             num_columns=num_columns,
             first_kept_column=first_kept_column,
             generation=state.generation + bool(need.copying),
         )
-        return Extension(after, self._step(after, num_new, need), _moves(state, need, new_ids, hot_ids))
+        return Extension(after, self._step(after, num_new, need), moves_into(state, need, new_ids, hot_ids))
 
     def blocks_to_extend(
         self, num_new: int, attended: np.ndarray | None, *, keep_past: bool, state: TableState | None = None
@@ -323,9 +324,9 @@ class BlockTable:
         """The entries (rows `[n]`, logical blocks `[n]`) that are hot and that rows of these lengths read as codes."""
         return np.nonzero((state.hot_ids != 0) & self.hot.are_cold(seq_lens, state.width))
 
-    def _need(self, state: TableState, num_new: int, attended: np.ndarray | None, keep_past: bool) -> "_Need":
+    def _need(self, state: TableState, num_new: int, attended: np.ndarray | None, keep_past: bool) -> Need:
         size = self.block_size
-        padding = _padding_after(state, num_new, attended)
+        padding = padding_after(state, num_new, attended)
         old_lens = np.maximum(state.num_columns - padding, 0)
         new_lens = state.num_columns + num_new - padding
         store_from = old_lens
@@ -344,7 +345,7 @@ class BlockTable:
             last_hot = state.hot_ids[np.arange(state.num_rows), old_lens // size * writes_on]
             opening = sorted({*copying, *np.flatnonzero(writes_on & (last_hot == 0)).tolist()})
         has_hot = self.hot is not None
-        return _Need(padding, old_lens, store_from, is_new, copying, is_new_hot, opening, old_lens // size, has_hot)
+        return Need(padding, old_lens, store_from, is_new, copying, is_new_hot, opening, old_lens // size, has_hot)
 
     def _rows_to_copy(self, state: TableState, rows: np.ndarray, old_lens: np.ndarray) -> list[int]:
         """Those of `rows`, which write on in their last block, that share it with others. The last of several such
@@ -361,7 +362,7 @@ class BlockTable:
                 copying.append(row)
         return copying
 
-    def _step(self, state: TableState, num_new: int, need: "_Need") -> StepMetadata:
+    def _step(self, state: TableState, num_new: int, need: Need) -> StepMetadata:
         size = self.block_size
         seq_lens = state.seq_lens
         width = max(1, -(-int(seq_lens.max()) // size))
@@ -392,92 +393,3 @@ class BlockTable:
             block_size=size,
             new_tokens_stored=bool((need.store_from <= need.old_lens).all()),
         )
-
-
-class Extension(NamedTuple):
-    """Rows that are about to have more columns.
-
-    Attributes:
-        state: what they hold then.
-        step: the new columns.
-        moves: what has to be moved before the state is committed.
-    """
-
-    state: TableState
-    step: StepMetadata
-    moves: Moves
-
-
-class _Need(NamedTuple):
-    """What it takes to extend a table. Arrays without a stated shape are `[num_rows]`.
-
-    Attributes:
-        padding: leading padding of each row afterwards.
-        old_lens: tokens of each row before.
-        store_from: first new token that is stored.
-        is_new: bool `[num_rows, width]`, which logical blocks are new.
-        copying: rows whose last block has to be copied first.
-        is_new_hot: bool `[num_rows, width]`, which of the new blocks are hot.
-        opening: rows whose last block needs a new hot block.
-        last_block: logical block in which each row goes on.
-        has_hot: whether there are hot blocks at all.
-    """
-
-    padding: np.ndarray
-    old_lens: np.ndarray
-    store_from: np.ndarray
-    is_new: np.ndarray
-    copying: list[int]
-    is_new_hot: np.ndarray
-    opening: list[int]
-    last_block: np.ndarray
-    has_hot: bool
-
-    @property
-    def count(self) -> int:
-        """Blocks to be allocated."""
-        return int(self.is_new.sum()) + len(self.copying)
-
-    @property
-    def hot_count(self) -> int:
-        """Hot blocks to be allocated."""
-        return int(self.is_new_hot.sum()) + len(self.opening) if self.has_hot else 0
-
-    @property
-    def width(self) -> int:
-        """Logical blocks of the rows afterwards."""
-        return self.is_new.shape[1]
-
-
-def _padding_after(state: TableState, num_new: int, attended: np.ndarray | None) -> np.ndarray:
-    """Leading padding of each row once `num_new` columns have come."""
-    if attended is None:
-        return state.padding
-    empty = state.padding == state.num_columns
-    leading = np.where(attended.any(axis=1), attended.argmax(axis=1), num_new)
-    return np.where(empty, state.padding + leading, state.padding).astype(np.int32)
-
-
-def _filled(ids: np.ndarray, need: _Need, is_new: np.ndarray, replaced: list[int], taken: np.ndarray) -> np.ndarray:
-    """`ids` with blocks that were taken: first those of rows whose last one is replaced, then the new ones."""
-    if not taken.size:
-        return ids
-    ids = ids.copy()
-    ids[np.nonzero(is_new)] = taken[len(replaced) :]
-    rows = np.array(replaced, dtype=np.int64)
-    ids[rows, need.last_block[rows]] = taken[: len(replaced)]
-    return ids
-
-
-def _moves(state: TableState, need: _Need, new_ids: np.ndarray, hot_ids: np.ndarray) -> Moves:
-    """What to move from the present blocks to these new ones."""
-    sources = {row: int(state.block_ids[row, need.last_block[row]]) for row in {*need.copying, *need.opening}}
-    copies = [(sources[row], target) for row, target in zip(need.copying, new_ids.tolist(), strict=False)]
-    moves = Moves(copies, [], [])
-    for row, target in zip(need.opening, (hot_ids - 1).tolist(), strict=False):
-        hot_source = int(state.hot_ids[row, need.last_block[row]]) - 1
-        if hot_source >= 0:
-            moves.hot_copies.append((hot_source, target))
-        else:
-            moves.thaws.append((sources[row], target))
-    return moves

@@ -5,6 +5,7 @@ Failures are put before each line of the package, and into each tensor operation
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -266,6 +267,26 @@ def test_an_error_names_what_the_limits_allow() -> None:
     with pytest.raises(OutOfBlocks, match=r"needs 4 more .*, 2 of 2 are free, and num_blocks=2") as error:
         feed(cache, 60)
     assert (error.value.needed, error.value.free, error.value.total) == (4, 2, 2)
+
+
+@pytest.mark.parametrize("name", ["copy on write", "codes that are due, of forks"])
+def test_a_pickled_cache_holds_what_it_holds_alone(name: str) -> None:
+    """Its forks stay behind, and their blocks are free in the copy."""
+    caches = new_cache(CASES[name])
+    for seed in range(3):
+        feed(caches[1], 20, seed=seed)
+    expected, counts = content(caches[:1]), [cache.stats().blocks_used for cache in caches]
+    copied = pickle.loads(pickle.dumps(caches[0]))
+    assert same(content([copied]), expected)
+    check_counts([copied])
+    assert copied.stats().blocks_used < counts[0]
+    assert [cache.stats().blocks_used for cache in caches] == counts
+    feed(copied, 5, 3)
+    feed(caches[0], 5, 3)
+    assert same(content([copied]), content(caches[:1]))
+    together = pickle.loads(pickle.dumps(caches))
+    check_counts(together)
+    assert same(content(together), content(caches))
 
 
 def test_a_failed_write_of_the_second_layer_takes_the_first_back(monkeypatch: pytest.MonkeyPatch) -> None:

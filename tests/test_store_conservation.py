@@ -98,9 +98,8 @@ class StoreMachine(RuleBasedStateMachine):
         kept = max(len(rows[0]) - removed, 0)
         if not all(group.can_crop(kept) for group in cache.groups) or not cache.origin:
             return
-        ledger = cache.groups[0].pool.ledger
-        with cache.lock, ledger:
-            ledger.commit([change for group in cache.groups for change in group.cropped(kept)])
+        for group in cache.groups:
+            group.pool.ledger.commit(group.cropped(kept))
         cache.origin = cache.origin.cropped(kept)
         self.live[place] = (store, cache, [row[:kept] for row in rows])
 

@@ -45,21 +45,22 @@ def chunked_attention(
     outs, lses = [], []
     for begin in range(0, query_length, tile):
         rows = slice(begin, begin + tile)
-        scores = []
+        scores, seen = [], []
         for start, stop in spans:
             key = _tokens(blocks, "key", step, start, stop, past_only)
-            scores.append(_masked(attention_scores(query[:, :, rows], key, scale, softcap), visible(start, stop), rows))
+            seen.append(_rows(visible(start, stop), rows))
+            scores.append(_masked(attention_scores(query[:, :, rows], key, scale, softcap), seen[-1]))
         if new_kv is not None:
-            seen = new_visibility(step, window=window, key_mask=key_mask, device=query.device)
-            scores.append(_masked(attention_scores(query[:, :, rows], new_kv[0], scale, softcap), seen, rows))
+            seen.append(_rows(new_visibility(step, window=window, key_mask=key_mask, device=query.device), rows))
+            scores.append(_masked(attention_scores(query[:, :, rows], new_kv[0], scale, softcap), seen[-1]))
         weights, lse = softmax(torch.cat(scores, dim=-1), sinks)
         parts = weights.split([part.shape[-1] for part in scores], dim=-1)
         out = sum(
-            weighted_values(part, _tokens(blocks, "value", step, start, stop, past_only))
-            for part, (start, stop) in zip(parts, spans, strict=False)
+            weighted_values(part, _tokens(blocks, "value", step, start, stop, past_only), seen_part)
+            for part, seen_part, (start, stop) in zip(parts, seen, spans, strict=False)
         )
         if new_kv is not None:
-            out = out + weighted_values(parts[-1], new_kv[1])
+            out = out + weighted_values(parts[-1], new_kv[1], seen[-1])
         outs.append(out.to(query.dtype))
         lses.append(lse)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
@@ -81,5 +82,10 @@ def _tokens(blocks: Blocks, part: str, step: StepMetadata, first: int, last: int
     return dense[:, :, first % size : first % size + last - first]
 
 
-def _masked(scores: torch.Tensor, visible: torch.Tensor | None, rows: slice) -> torch.Tensor:
-    return scores if visible is None else scores.masked_fill(~visible[:, None, rows], -torch.inf)
+def _rows(visible: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    """What some queries see, broadcastable over heads."""
+    return None if visible is None else visible[:, None, rows]
+
+
+def _masked(scores: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+    return scores if visible is None else scores.masked_fill(~visible, -torch.inf)

@@ -52,6 +52,9 @@ def paged_attention(
         out, lse = _attention_by_scores(query, key, value, visible, scale, softcap, sinks)
         return (out, lse) if return_lse else out
     out = _sdpa(query, key, value, scale, visible=visible)
+    if visible is not None and not bool(out.isfinite().all()):
+        # A mask that is added to scores does not hide NaN.
+        out, _ = _attention_by_scores(query, key, value, visible, scale, softcap, sinks)
     if step.has_empty_queries or key_mask is not None:
         out = out.masked_fill(~visible.any(-1)[:, None, :, None], 0)
     return out
@@ -119,7 +122,7 @@ def dense_attention(
         scores = scores.masked_fill(~visible, -torch.inf)
     weights, _ = softmax(scores, sinks)
     weights = F.dropout(weights, dropout, training=dropout > 0)
-    return weighted_values(weights, value).to(query.dtype), weights.to(query.dtype)
+    return weighted_values(weights, value, visible).to(query.dtype), weights.to(query.dtype)
 
 
 def _causal_attention(
@@ -246,7 +249,8 @@ def _attention_by_scores(
         if visible is not None:
             scores = scores.masked_fill(~visible[:, None, rows], -torch.inf)
         weights, lse = softmax(scores, sinks)
-        outs.append(weighted_values(weights, value).to(query.dtype))
+        seen = None if visible is None else visible[:, None, rows]
+        outs.append(weighted_values(weights, value, seen).to(query.dtype))
         lses.append(lse)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 

@@ -30,11 +30,30 @@ def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Ten
     return (weights if sinks is None else weights[..., :-1]), lse
 
 
-def weighted_values(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`[batch, num_heads, query_length, value_dim]` in the dtype of `weights`."""
+def weighted_values(weights: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
+    """`[batch, num_heads, query_length, value_dim]` in the dtype of `weights`.
+
+    Args:
+        weights: `[batch, num_heads, query_length, kv_length]`, 0 for what a query does not see.
+        value: `[batch, num_kv_heads, kv_length, value_dim]`
+        visible: what each query sees, bool, broadcastable to `weights`; `None` for all. NaN and infinity in other
+            values, which 0 would make NaN of, are then passed over.
+    """
+    value = value.to(weights.dtype)
+    out = _products(weights, value)
+    if visible is None or bool(out.isfinite().all()):
+        return out
+    seen = visible.expand_as(weights).to(weights.dtype)
+    out = _products(weights, value.nan_to_num(0.0, 0.0, 0.0))
+    for kind, number in ((value.isposinf(), torch.inf), (value.isneginf(), -torch.inf), (value.isnan(), torch.nan)):
+        out = torch.where(_products(seen, kind.to(weights.dtype)) > 0, out + number, out)
+    return out
+
+
+def _products(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     batch, num_heads, query_length, kv_length = weights.shape
     grouped = weights.reshape(batch, value.shape[1], -1, kv_length)
-    return matmul(grouped, value.to(weights.dtype)).view(batch, num_heads, query_length, -1)
+    return matmul(grouped, value).view(batch, num_heads, query_length, -1)
 
 
 def work_dtype(query: torch.Tensor) -> torch.dtype:

@@ -151,11 +151,34 @@ def hide(call, scores, num_queries, first_query, first, count, row, past):
 
 
 @njit(**FLAGS)
+def add_seen(weights, values, value_stride, count, out, width, num_rows):
+    """`add_weighted` without values of weight 0, which may be NaN or infinite: 0 times that is NaN."""
+    for row in range(num_rows):
+        row_weights, sums = floats(weights + row * TILE * 4, count), floats(out + row * width * 4, width)
+        for token in range(count):
+            if row_weights[token] != 0:
+                numbers = floats(values + token * value_stride * 4, width)
+                for i in range(width):
+                    sums[i] += row_weights[token] * numbers[i]
+
+
+@njit(**FLAGS)
 def attend_piece(call, piece, scratch, codes):
     """Attention to the keys of a piece: maximum and total of each row, and the sum of weighted values.
 
     `codes`: as in `strip_of`.
     """
+    num_rows = attend_keys(call, piece, scratch, codes, False)
+    sums = floats(scratch, num_rows * call.value.width)
+    for i in range(len(sums)):
+        if sums[i] - sums[i] != 0:  # it may come from what is not seen
+            return attend_keys(call, piece, scratch, codes, True)
+    return num_rows
+
+
+@njit(**FLAGS)
+def attend_keys(call, piece, scratch, codes, seen_only):
+    """`attend_piece`; with `seen_only` values that are not seen may be anything."""
     key, value = call.key, call.value
     row, kv_head, first_query, past = piece.row, piece.kv_head, piece.first_query, piece.past
     last, fresh_from = piece.last, piece.fresh_from
@@ -236,7 +259,10 @@ def attend_piece(call, piece, scratch, codes):
             if end < last:
                 fetch_strip(key_place, start, size)
             values, value_stride = strip_of(call, value, False, value_place, start, size, room, codes)
-            add_weighted(scores + start * 4, values, value_stride, size, scratch, value.width, num_rows)
+            if seen_only:
+                add_seen(scores + start * 4, values, value_stride, size, scratch, value.width, num_rows)
+            else:
+                add_weighted(scores + start * 4, values, value_stride, size, scratch, value.width, num_rows)
         first = end
     return num_rows
 
