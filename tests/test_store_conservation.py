@@ -75,10 +75,21 @@ class StoreMachine(RuleBasedStateMachine):
     # What a user does.
 
     @precondition(lambda self: len(self.live) < 4)
-    @rule(end=TOKENS, kept=st.integers(0, 60), copies=st.integers(1, 2), new=st.integers(0, 25), data=st.data())
-    def look_up_and_generate(self, end: list[int], kept: int, copies: int, new: int, data: st.DataObject) -> None:
-        """A prompt that begins like an earlier sequence, and an answer."""
+    @rule(
+        end=TOKENS,
+        kept=st.integers(0, 60),
+        copies=st.integers(1, 2),
+        new=st.integers(0, 25),
+        others=st.booleans(),
+        data=st.data(),
+    )
+    def look_up_and_generate(
+        self, end: list[int], kept: int, copies: int, new: int, others: bool, data: st.DataObject
+    ) -> None:
+        """A prompt that begins like an earlier sequence, or has other images at the same places, and an answer."""
         prompt = data.draw(st.sampled_from(self.seen))[:kept] + end
+        if others:
+            prompt = [sum(IMAGES) - token if token in IMAGES else token for token in prompt]
         images = images_of(prompt)
         given = {"pixel_values": torch.arange(len(images))} if images and copies == 1 else {}
         keys = [[*images.values()]] * copies
@@ -93,7 +104,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert length < len(prompt)
         left = [number for number, start in enumerate(images) if start >= length]
         assert rest.get("pixel_values", torch.empty(0)).tolist() == (left if given else [])
-        assert not length > 0 or prompt[length] not in IMAGES or prompt[length - 1] not in IMAGES
+        assert length == 0 or prompt[length] not in IMAGES or prompt[length - 1] not in IMAGES
         rows = [prompt[:length] for _ in range(copies)]
         self.live.append((self.store, cache, rows))
         self.check(cache, rows)
