@@ -379,6 +379,12 @@ class PagedCache(FormerNames, DynamicCache):
         return self._budget.lock
 
     @property
+    def num_columns(self) -> int:
+        """Columns in blocks: `get_seq_length`, but for models that have none, where it raises."""
+        table = self._lead_table()
+        return 0 if table is None else table.num_columns
+
+    @property
     def memory_limit(self) -> int | None:
         """Bytes that all pools may hold together; `None` for no limit."""
         return self._budget.limit

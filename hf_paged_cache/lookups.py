@@ -61,7 +61,7 @@ class Lookups:
         is_text = not any(prompts.spans) and not any(request.beside)
         num_computed = self._compute_parts(prompts, namespace) if share and not why and is_text else 0
         cache = self._begin(request, namespace, num_computed, why, is_unknown=is_unknown, positions=positions)
-        num_columns = cache.get_seq_length()
+        num_columns = cache.num_columns
         if not request.beside.images:
             prompts.check_known(num_columns, cache.origin.why)
         if copies == 1:
@@ -143,7 +143,7 @@ class Lookups:
         # One more, for which `generate` may go on; what it is does not matter.
         ids = torch.from_numpy(np.append(tokens, tokens[-1:]))[None].to(self._model.device)
         cache = self._begin(read_request(self._model, ids, torch.ones_like(ids), None, {}, divides=False), namespace)
-        if cache.get_seq_length() < len(tokens):
+        if cache.num_columns < len(tokens):
             prefill(self._model, cache, input_ids=ids, attention_mask=torch.ones_like(ids))
             with self._lock:
                 self._prompts.add(cache.groups, namespace, [tokens], [()], [])

@@ -168,7 +168,7 @@ class BlockStore(InProcess):
         request = read_request(self.model, input_ids, attention_mask, extra_key, inputs, divides=True)
         cache = self._cache_for(request, copies=copies, reuse=reuse, share=share, salt=salt)
         mask = {} if attention_mask is None else {"attention_mask": attention_mask}
-        return cache, {"input_ids": input_ids, **mask, **request.inputs_after(cache.get_seq_length())}
+        return cache, {"input_ids": input_ids, **mask, **request.inputs_after(cache.num_columns)}
 
     def _cache_for(self, request: Request, *, copies: int, reuse: bool, share: bool, salt: str | None) -> PagedCache:
         if not is_integer(copies) or copies < 1:

@@ -1,13 +1,17 @@
 """Whatever is done with a store in whatever order, each cache reads back what a model would have computed for it.
 
 Keys and values are no model's here: those of a token are drawn from a generator that is seeded with all tokens up to
-it, so that a block served for another prefix, or at another place, shows. There are three tokens, so that sequences
+it, so that a block served for another prefix, or at another place, shows. There are three words, so that sequences
 begin alike all the time, and so little memory that blocks are given up all the time.
+
+A sequence holds images too, 100 and 101: each run of them is an image of its own, which the store is only told by its
+key, as all of them have the same placeholder token.
 """
 
 from __future__ import annotations
 
 import tempfile
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from hf_paged_cache import BlockStore, OutOfBlocks, PagedCache
+from hf_paged_cache import BlockStore, InvalidArgumentError, OutOfBlocks, PagedCache
 from tests.conftest import SIZES
 from tests.test_conservation import PROFILE
 
@@ -31,12 +35,25 @@ CONFIG = Gemma3TextConfig(
     sliding_window=WINDOW,
 )
 BLOCK_BYTES = 2 * SIZE * SIZES["head_dim"] * 4  # of one layer
-TOKENS = st.lists(st.sampled_from([8, 9, 10]), min_size=1, max_size=20)
+WORDS, IMAGE, IMAGES = [8, 9, 10], 11, [100, 101]
+CONFIG.image_token_id = IMAGE
+TOKENS = st.lists(st.sampled_from([*WORDS, *WORDS, *IMAGES]), min_size=1, max_size=20)
 
 
 def states(tokens: list[int]) -> Tensor:
     """The keys of the last token of a sequence, which follow from all of it: `[head_dim]`."""
     return torch.from_numpy(np.random.default_rng(tokens).standard_normal(SIZES["head_dim"]).astype(np.float32))
+
+
+def ids_of(*rows: list[int]) -> Tensor:
+    """What the store is given of sequences."""
+    return torch.tensor([[IMAGE if token in IMAGES else token for token in row] for row in rows])
+
+
+def images_of(row: list[int]) -> dict[int, str]:
+    """The keys of the images of a sequence, by where they begin."""
+    runs = [[*run] for is_image, run in groupby(enumerate(row), lambda entry: entry[1] in IMAGES) if is_image]
+    return {run[0][0]: str([token for _, token in run]) for run in runs}
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -58,13 +75,36 @@ class StoreMachine(RuleBasedStateMachine):
     # What a user does.
 
     @precondition(lambda self: len(self.live) < 4)
-    @rule(end=TOKENS, kept=st.integers(0, 60), copies=st.integers(1, 2), new=st.integers(0, 25), data=st.data())
-    def look_up_and_generate(self, end: list[int], kept: int, copies: int, new: int, data: st.DataObject) -> None:
-        """A prompt that begins like an earlier sequence, and an answer."""
+    @rule(
+        end=TOKENS,
+        kept=st.integers(0, 60),
+        copies=st.integers(1, 2),
+        new=st.integers(0, 25),
+        others=st.booleans(),
+        data=st.data(),
+    )
+    def look_up_and_generate(
+        self, end: list[int], kept: int, copies: int, new: int, others: bool, data: st.DataObject
+    ) -> None:
+        """A prompt that begins like an earlier sequence, or has other images at the same places, and an answer."""
         prompt = data.draw(st.sampled_from(self.seen))[:kept] + end
-        cache = self.store.cache_for(torch.tensor([prompt] * copies), share=False)
+        if others:
+            prompt = [sum(IMAGES) - token if token in IMAGES else token for token in prompt]
+        images = images_of(prompt)
+        given = {"pixel_values": torch.arange(len(images))} if images and copies == 1 else {}
+        keys = [[*images.values()]] * copies
+        ids = ids_of(*[prompt] * copies)
+        try:
+            cache, rest = self.store.cache_and_inputs(ids, share=False, extra_key=keys, **given)
+        except InvalidArgumentError:  # images that are neither given nor known
+            assert images
+            assert copies > 1
+            return
         length = cache.get_seq_length()
         assert length < len(prompt)
+        left = [number for number, start in enumerate(images) if start >= length]
+        assert rest.get("pixel_values", torch.empty(0)).tolist() == (left if given else [])
+        assert length == 0 or prompt[length] not in IMAGES or prompt[length - 1] not in IMAGES
         rows = [prompt[:length] for _ in range(copies)]
         self.live.append((self.store, cache, rows))
         self.check(cache, rows)
@@ -83,11 +123,12 @@ class StoreMachine(RuleBasedStateMachine):
         place = self.pick(data)
         store, cache, rows = self.live[place]
         known = [tokens.tolist() for tokens in cache.origin.rows]
+        ids = ids_of(*rows)
         if len(known) != len(rows) or any(
-            row[: len(begins)] != begins for row, begins in zip(rows, known, strict=True)
+            row[: len(begins)] != begins for row, begins in zip(ids.tolist(), known, strict=True)
         ):
             return  # cut, and gone on with something else
-        store.commit(cache, torch.tensor(rows))
+        store.commit(cache, ids)
         self.seen = [*self.seen, rows[0]][-8:]
 
     @precondition(lambda self: self.live)
