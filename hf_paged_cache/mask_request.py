@@ -103,7 +103,7 @@ def _find(frame: FrameType | None, name: str, max_frames: int = sys.maxsize) -> 
     """The nearest frame of a function of that name, from `frame` outwards."""
     while frame is not None and max_frames > 0:
         called = frame.f_code.co_name
-        if called == name or called.startswith(f"torch_dynamo_resume_in_{name}_at_"):
+        if name in called and (called == name or called.startswith(f"torch_dynamo_resume_in_{name}_at_")):
             return frame
         frame, max_frames = frame.f_back, max_frames - 1
     return None

@@ -64,7 +64,7 @@ def check_request(request: MaskRequest, tables: Sequence[BlockTable], num_column
         _check_prompt(request, num_columns, cache)  # the reason, if the prompt has been cut the wrong way round
         raise
     if position_ids is not None and _is_readable(position_ids, num_new):
-        check_positions(request, num_columns)
+        check_positions(request, num_columns, tables[0].padding if tables and num_columns else None)
     elif num_columns:
         _check_prompt(request, num_columns, cache)
 
@@ -105,10 +105,15 @@ def check_mask(attention_mask: torch.Tensor | None, table: BlockTable, num_new: 
             )
 
 
-def check_positions(request: MaskRequest, num_columns: int) -> None:
+def check_positions(request: MaskRequest, num_columns: int, padding: np.ndarray | None) -> None:
     """Checks that every new token stands behind the tokens that it follows, in the cache and in the pass.
 
     A position may be larger than the number of tokens before it: where padding is counted, or tokens were left out.
+
+    Args:
+        request: the pass, with positions.
+        num_columns: columns of the cache.
+        padding: int32 `[batch]`, leading columns of them that are not tokens; `None` for an empty cache.
 
     Raises:
         CacheStateError: the cache holds other tokens than those before the new ones.
@@ -120,6 +125,9 @@ def check_positions(request: MaskRequest, num_columns: int) -> None:
             raise _stale_cache(f"no positions are left for {num_new} new tokens", num_columns)
         return
     positions = position_ids.cpu().numpy()
+    is_step = num_new == 1 and padding is not None and len(positions) in (1, len(padding))
+    if is_step and (positions[:, 0] >= num_columns - padding).all():  # right, without a look at the mask
+        return
     if attention_mask is None:
         num_before = np.arange(num_columns, num_columns + num_new)[None]
         is_early = positions < num_before
