@@ -30,7 +30,8 @@ class KVQuant:
             block: its first key in the channels that stand out there. On unless it is `False`: without it, keys of
             models that have a large bias in a few channels (Qwen2) are read too coarsely.
         rotate_keys, rotate_values: multiply keys (and queries) or values by a Hadamard matrix before they are
-            quantized; it is undone when they are read.
+            quantized; it is undone when they are read. What stays exact is rotated with them: in a model of 16 bits it
+            is read with an error of 1.6e-3 (bfloat16) or 2.0e-4 (float16), relative, root mean square.
         layers: other choices for single layers: a layer index, or `"sliding"` for all layers with a window, and for
             each `"raw"`, another name, or a `KVQuant`. `hot_window` and `sink` are the same in all layers.
 
