@@ -211,9 +211,13 @@ def _factors(count: int, device: torch.device) -> Tensor:
 
 
 def _unreadable(name: str, tensor: Tensor) -> UnsupportedError:
+    if hasattr(tensor, "device_mesh"):
+        remedy = "load it on one device, without `tp_plan`. Sharded models take a PagedCache, but no store"
+    else:
+        remedy = "load the model without offloading"
     return UnsupportedError(
         f"the values of {name}, a {type(tensor).__name__} on device {tensor.device}, cannot be read, and so not be "
-        "compared with those that stored blocks were made with: load the model without offloading"
+        f"compared with those that stored blocks were made with: {remedy}"
     )
 
 

@@ -46,9 +46,9 @@ def test_a_kernel_is_compiled_when_it_is_first_asked_for() -> None:
 
 
 def test_machine_code_is_made_in_memory_where_no_folder_can_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    from numba.core.caching import CodeLibraryCacheImpl
+    from numba.core.caching import CacheImpl
 
-    monkeypatch.setattr(CodeLibraryCacheImpl, "_locator_classes", [])
+    monkeypatch.setattr(CacheImpl, "_locator_classes", [])
     kernel = compiled.Kernel("nothing", 1, nothing)
     assert kernel.address != 0
     assert kernel.folder is None
