@@ -35,6 +35,8 @@ from eval.common.report import text_table
 
 # What a process needs to begin and to end comes on top of it.
 STAGE_SECONDS = 7 * 60 + 30
+# Results of another card or of other versions are not continued.
+IDENTITY = ("device", "device_memory", "driver", "toolkit", "torch", "triton", "transformers", "hf_paged_cache")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,7 +64,7 @@ def _settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
 
 def _setup(name: str, settings: Settings, machine: dict[str, Any]) -> dict[str, Any]:
     """What has to be the same in all runs of a stage."""
-    setup = machine | {"is_dry_run": settings.is_dry_run}
+    setup = {key: machine[key] for key in IDENTITY} | {"is_dry_run": settings.is_dry_run}
     if STAGES[name].uses_model:
         model = settings.model
         setup["model"] = "random" if model is None else Path(model).resolve().name if Path(model).exists() else model

@@ -125,4 +125,4 @@ class StageJournal:
 
 
 def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(" ", "minutes")
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from eval.card.settings import Settings
 from eval.card.worker import Measured, Piece
 from eval.kernels.correctness import rows_of_format
-from eval.kernels.peers import PEERS, contenders
+from eval.kernels.peers import PEERS, Kind, contenders
 from eval.kernels.problems import BLOCK_SIZE, Heads, Shape
 from eval.kernels.sections import KernelBench
 
@@ -44,10 +44,8 @@ def tuning(settings: Settings) -> Mapping[str, Piece]:
 
 def attention(settings: Settings) -> Mapping[str, Piece]:
     """A piece for each shape beside what other libraries offer, for rows that share a prompt, and for launches."""
-    device = device_of(settings)
     # flex_attention is compiled for each shape, which takes longer than all else.
-    bench = KernelBench(device, contenders([peer for peer in PEERS if peer != "flex"]), settings.repeats)
-    with_flex = KernelBench(device, contenders(["flex"]), settings.repeats)
+    bench, with_flex = _bench(settings, [peer for peer in PEERS if peer != "flex"]), _bench(settings, ["flex"])
     shapes = _shapes(settings, "raw")
     pieces: dict[str, Piece] = {str(shape): partial(_measure, bench, bench.attention, shape) for shape in shapes}
     if not settings.is_dry_run:
@@ -62,7 +60,7 @@ def attention(settings: Settings) -> Mapping[str, Piece]:
 
 def formats(settings: Settings) -> Mapping[str, Piece]:
     """A piece for each shape and format of codes, beside sdpa on the same numbers in 16 bits."""
-    bench = KernelBench(device_of(settings), contenders(["sdpa"]), settings.repeats)
+    bench = _bench(settings, ["sdpa"])
     codes = [kv for kv in settings.formats if kv != "raw"]
     return {
         str(shape): partial(_measure, bench, bench.attention, shape) for kv in codes for shape in _shapes(settings, kv)
@@ -72,6 +70,12 @@ def formats(settings: Settings) -> Mapping[str, Piece]:
 def device_of(settings: Settings) -> torch.device:
     """The card; in a dry run the CPU."""
     return torch.device("cpu" if settings.is_dry_run else "cuda")
+
+
+def _bench(settings: Settings, peers: Sequence[Kind]) -> KernelBench:
+    return KernelBench(
+        device_of(settings), contenders(peers), settings.repeats, settings.rotated_bytes, settings.launched_calls
+    )
 
 
 def _shapes(settings: Settings, kv: str) -> list[Shape]:

@@ -13,6 +13,8 @@ TESTS = (
     "tests/kernels/test_triton_shared.py",
     "tests/kernels/test_triton_attention.py",
     "tests/kernels/test_triton_quantized.py",
+    "tests/kernels/test_block_mass.py",
+    "tests/kernels/test_quantized_write.py",
     "tests/eval/test_kernels.py",
     "tests/test_on_device.py",
 )
@@ -40,6 +42,7 @@ class Settings:
         steps: `(batch, context)` of steps whose metadata are uploaded.
         copied_bytes: of copies between host and device.
         repeats: rounds in which all take turns.
+        rotated_bytes, launched_calls: as in `KernelBench`; `None` for what suits the card.
     """
 
     is_dry_run: bool
@@ -65,6 +68,8 @@ class Settings:
     steps: tuple[tuple[int, int], ...]
     copied_bytes: tuple[int, ...]
     repeats: int
+    rotated_bytes: int | None = None
+    launched_calls: int | None = None
 
 
 ON_A_CARD = Settings(
@@ -134,4 +139,6 @@ DRY_RUN = Settings(
     steps=((2, 256),),
     copied_bytes=(2**12,),
     repeats=1,
+    rotated_bytes=1,
+    launched_calls=2,
 )

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from eval.card.journal import Row, StageJournal
-from eval.common.timing import reason
+from eval.common.failures import reason
 
 # The device does nothing any more in this process; a new one can go on.
 DEVICE_LOST = 3
@@ -71,7 +70,8 @@ def work_alone(make_pieces: MakePieces, settings: Any, journal: StageJournal, de
 
 def _device_works() -> bool:
     """False after an error that takes the device from this process, such as an illegal access."""
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
         return True
     try:
         torch.cuda.synchronize()

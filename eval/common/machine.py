@@ -6,7 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -45,8 +45,16 @@ def describe_hardware(device: torch.device) -> dict[str, str | int]:
         "torch": torch.__version__,
         "triton": version("triton") if find_spec("triton") else "not installed",
         "transformers": transformers.__version__,
-        "hf_paged_cache": version("hf-paged-cache"),
+        "hf_paged_cache": _own_version(),
     }
+
+
+def _own_version() -> str:
+    """Of the installed package; on machines that only have its sources there is none."""
+    try:
+        return version("hf-paged-cache")
+    except PackageNotFoundError:
+        return "from its sources"
 
 
 def describe_card(device: torch.device) -> dict[str, str | int]:

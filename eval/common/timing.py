@@ -9,7 +9,6 @@ is the same code for every cache.
 from __future__ import annotations
 
 import gc
-import re
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import TypeVar
 import torch
 from transformers import Cache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from eval.common.failures import reason
 from eval.common.variants import Inputs, Variant, cache_argument
 
 Name = TypeVar("Name", bound=Hashable)
@@ -107,12 +107,6 @@ def timed_generate(
         total_seconds=end - start,
     )
     return call, cache
-
-
-def reason(error: Exception) -> str:
-    """Type and first line, with folders cut off: results are passed on to others."""
-    first_line = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {re.sub(r'(/[^/ ]+)+/', '', first_line)}"
 
 
 def interleave(

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from eval.common.failures import reason
 from eval.common.memory import held_storages
 from eval.common.prompts import text_prompts
-from eval.common.timing import interleave, median_ratio, now, reason
+from eval.common.timing import interleave, median_ratio, now
 from eval.common.variants import BASELINE, VARIANTS, Variant, cache_argument, plain_generation
 from eval.prefix.batching import shared_prefix_tokens
 from hf_paged_cache import BlockStore

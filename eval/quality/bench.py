@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eval.common.timing import reason
+from eval.common.failures import reason
 from eval.quality.bits import BitCounter
 from eval.quality.caches import REFERENCE, CacheKind
 from eval.quality.journal import Journal, Measurement

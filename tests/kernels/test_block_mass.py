@@ -11,6 +11,7 @@ from hf_paged_kernels import block_mass, paged_attention
 
 from tests.kernels import oracle
 from tests.kernels.cases import Case, lay_out, random_rows
+from tests.kernels.device import on_device
 from tests.kernels.hostile import POISONS
 
 BACKENDS = ["reference", "triton"]
@@ -57,8 +58,10 @@ def test_mass_is_the_weight_of_a_block_s_tokens(case: Case, backend: str) -> Non
     expected = masses(query, rows, case.block_size, **options, sinks=sinks)
     for poison in POISONS:
         blocks, step = lay_out(Case(**{**vars(case), "new_from_blocks": True}), rows, poison)
-        _, lse = paged_attention(query, blocks, step, **options, sinks=sinks, return_lse=True, backend=backend)
-        mass = block_mass(query, blocks, step, lse, **options, backend=backend)
+        _, lse = on_device(paged_attention)(
+            query, blocks, step, **options, sinks=sinks, return_lse=True, backend=backend
+        )
+        mass = on_device(block_mass)(query, blocks, step, lse, **options, backend=backend)
         torch.testing.assert_close(mass.double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -69,4 +72,4 @@ def test_tokens_that_are_not_in_blocks_are_asked_for(backend: str) -> None:
     blocks, step = lay_out(case, rows, math.nan)
     query = torch.randn(1, 2, 33, 16)
     with pytest.raises(ValueError, match="all new tokens in the blocks"):
-        block_mass(query, blocks, step, torch.zeros(1, 2, 33), scale=0.5, window=5, backend=backend)
+        on_device(block_mass)(query, blocks, step, torch.zeros(1, 2, 33), scale=0.5, window=5, backend=backend)

@@ -9,6 +9,7 @@ import torch
 from hf_paged_kernels import ScaledBlocks, write_kv
 
 from tests.kernels.definition import hard_inputs
+from tests.kernels.device import on_device
 from tests.kernels.test_write import step_with
 
 BACKENDS = {"triton": "triton", "cpu": "numba"}
@@ -39,7 +40,7 @@ def test_written_codes_are_the_same_bit_for_bit(
         planes = [torch.full((1, num_blocks, 16, dim), 90, dtype=torch.int8) for _ in range(2)]
         scales = [torch.full((1, num_blocks, 16), 5.0, dtype=torch.bfloat16) for _ in range(2)]
         blocks = ScaledBlocks(*planes, *scales, code_dtype, dtype)
-        write_kv(blocks, key, key.flip(2), step, backend=writer)
+        on_device(write_kv)(blocks, key, key.flip(2), step, backend=writer)
         written.append(blocks)
     for plane, expected in zip(written[1].planes, written[0].planes, strict=True):
         torch.testing.assert_close(plane, expected, atol=0, rtol=0, equal_nan=True)

@@ -28,6 +28,7 @@ from tests.kernels.cases import (
     new_states,
     random_rows,
 )
+from tests.kernels.device import on_device
 from tests.kernels.hostile import poisoned_blocks
 
 triton_kernels = pytest.importorskip("hf_paged_kernels.triton_kernels")
@@ -37,8 +38,8 @@ plan = pytest.importorskip("hf_paged_kernels.triton_kernels.plan")
 def attention(*inputs: torch.Tensor | KVBlocks | StepMetadata, num_splits: int | None = None, **options: object):
     """The Triton kernels, with as many splits as they choose, or with `num_splits`."""
     if num_splits is None:
-        return paged_attention(*inputs, **options, backend="triton")
-    return triton_kernels.paged_attention(*inputs, **options, num_splits=num_splits)
+        return on_device(paged_attention)(*inputs, **options, backend="triton")
+    return on_device(triton_kernels.paged_attention)(*inputs, **options, num_splits=num_splits)
 
 
 def quick(values: Sequence[object], *chosen: object) -> list[object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import fields, replace
 from functools import partial
@@ -17,6 +18,7 @@ from hf_paged_cache.codecs import Geometry, KVQuant, make_codec
 from tests.compat import generate
 from tests.kernels import oracle, quantized_cases
 from tests.kernels.cases import FEATURES, Case, lay_out, random_rows
+from tests.kernels.device import DEVICE, on_device
 from tests.kernels.hostile import poison_planes, poisoned_blocks
 from tests.kernels.quantized_cases import attend_quantized, check_quantized
 from tests.kernels.test_triton_attention import quick
@@ -36,7 +38,7 @@ CODECS = SCALED | GROUPED
 def attention(query: torch.Tensor, blocks: Blocks, step: StepMetadata, **options: Any) -> Any:
     """The Triton kernels, and no others."""
     assert triton_kernels.unsupported_reason(query, blocks) is None
-    return triton_kernels.paged_attention(query, blocks, step, **options)
+    return on_device(triton_kernels.paged_attention)(query, blocks, step, **options)
 
 
 def with_one_run_of_codes(
@@ -191,10 +193,11 @@ def test_exact_blocks_between_codes_are_refused():
 @pytest.mark.parametrize("kv", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_generate_on_interpreted_kernels(llama, prompts, kv):
     """The whole path: writing codes, sealing blocks, decoding, beams and padding."""
-    model, options = llama(), {"max_new_tokens": 4, "do_sample": False, "num_beams": 2}
+    model, options = copy.deepcopy(llama()).to(DEVICE), {"max_new_tokens": 4, "do_sample": False, "num_beams": 2}
+    inputs = {name: tensor.to(DEVICE) for name, tensor in prompts(70, 60).items()}
     quant = KVQuant(kv) if kv in SCALED else KVQuant(kv, hot_window=16, sink=16)
     tokens = []
     for backend in ("reference", "triton"):
         cache = PagedCache(model.config, block_size=16, backend=backend, kv=quant)
-        tokens.append(generate(model, prompts(70, 60), cache, **options))
+        tokens.append(generate(model, inputs, cache, **options))
     assert tokens[1].equal(tokens[0])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import hf_paged_kernels
 import numpy as np
 import pytest
 import torch
-from hf_paged_kernels import KVBlocks, StepMetadata, paged_attention
+from hf_paged_kernels import KVBlocks, StepMetadata
 
 from tests.kernels import oracle
+from tests.kernels.device import on_device
 from tests.kernels.hostile import poisoned_blocks
 
 pytest.importorskip("triton")
@@ -18,6 +20,7 @@ from hf_paged_kernels.triton_kernels import plan, shared
 from hf_paged_kernels.triton_kernels.shared import find_shared_runs
 
 HEADS = (6, 2)
+paged_attention = on_device(hf_paged_kernels.paged_attention)
 
 
 @pytest.fixture
