@@ -49,8 +49,8 @@ def sweep_page(outcomes: Mapping[ModelClass, Outcome] | None = None) -> str:
     parts.append(
         _table(
             "Refused under `hf_paged`",
-            "Any other implementation works with a `PagedCache`. Where only an image encoder refuses,\n"
-            '`attn_implementation={"text_config": "hf_paged"}` leaves it out.',
+            "These models look the name up among attention classes of their own when they are made. Load them with\n"
+            'another implementation and call `model.set_attn_implementation("hf_paged")`: so they were compared.',
             "message",
             [row for each, outcome in outcomes.items() for row in refusal_row(each, outcome)],
         )
