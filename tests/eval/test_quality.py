@@ -335,6 +335,8 @@ def test_one_report_of_several_models(model_folder, tmp_path, monkeypatch, capsy
     [
         ("--contexts 16,x", "'x' is not a whole number of at least 1"),
         ("--caches int8,int9", "'int9' is unknown, choose from dynamic, raw"),
+        ("--key-bias 200", "'200': expected such as 200:30,31 or 100:3:0.03"),
+        ("--key-bias 200:99", "the pairs (99,) are not among the 32 of a head_dim of 64"),
         ("--details int4:sinks=0", "'int4:sinks=0': expected such as int4:sink=0,hot_window=128"),
         ("--details int4", "'int4': expected such as"),
         ("--sections likelihood,needle", "'needle' is unknown, choose from likelihood, passkey, recall"),
