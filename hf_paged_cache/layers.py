@@ -150,6 +150,22 @@ class PagedLayer(CacheLayerMixin):
         )
 
     def _check(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        pool = self.group.pool.layers.get(self.layer_idx)
+        if pool is None or type(key) is not torch.Tensor or type(value) is not torch.Tensor:
+            self._check_numbers(key, value)
+        if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:
+            raise InvalidArgumentError(
+                f"layer {self.layer_idx}: keys {tuple(key.shape)} and values {tuple(value.shape)} should both be "
+                "[batch, num_kv_heads, tokens, head_dim], with the same batch, heads and tokens"
+            )
+        if pool is not None and not pool.geometry.fits(key, value):
+            raise InvalidArgumentError(
+                f"layer {self.layer_idx} of this cache holds {pool.geometry}, but was given "
+                f"{Geometry.of(key, value)}. A cache belongs to one model, dtype and device: make a new one with "
+                "PagedCache(model.config)"
+            )
+
+    def _check_numbers(self, key: torch.Tensor, value: torch.Tensor) -> None:
         if not (has_numbers(key) and has_numbers(value)):
             key_kind, value_kind = (f"{type(states).__name__} on {states.device}" for states in (key, value))
             raise InvalidArgumentError(
@@ -157,18 +173,6 @@ class PagedLayer(CacheLayerMixin):
                 "expected ordinary tensors, whose numbers can be stored. "
                 "Pass the local part of a distributed tensor (`.to_local()`); run models without weights (meta, "
                 "FakeTensorMode, export) without a PagedCache"
-            )
-        if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:
-            raise InvalidArgumentError(
-                f"layer {self.layer_idx}: keys {tuple(key.shape)} and values {tuple(value.shape)} should both be "
-                "[batch, num_kv_heads, tokens, head_dim], with the same batch, heads and tokens"
-            )
-        pool = self.group.pool.layers.get(self.layer_idx)
-        if pool is not None and not pool.geometry.fits(key, value):
-            raise InvalidArgumentError(
-                f"layer {self.layer_idx} of this cache holds {pool.geometry}, but was given "
-                f"{Geometry.of(key, value)}. A cache belongs to one model, dtype and device: make a new one with "
-                "PagedCache(model.config)"
             )
 
     def _stored(self, part: str) -> LazyKV | None:
