@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -59,11 +60,11 @@ def attention(settings: Settings) -> Mapping[str, Piece]:
 
 
 def formats(settings: Settings) -> Mapping[str, Piece]:
-    """A piece for each shape and format of codes, beside sdpa on the same numbers in 16 bits."""
-    bench = _bench(settings, ["sdpa"])
+    """A piece for each shape and format of codes, beside sdpa on the same numbers in 16 bits; one kind of heads."""
+    bench, one_kind = _bench(settings, ["sdpa"]), replace(settings, heads=settings.heads[:1])
     codes = [kv for kv in settings.formats if kv != "raw"]
     return {
-        str(shape): partial(_measure, bench, bench.attention, shape) for kv in codes for shape in _shapes(settings, kv)
+        str(shape): partial(_measure, bench, bench.attention, shape) for kv in codes for shape in _shapes(one_kind, kv)
     }
 
 
