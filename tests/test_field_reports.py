@@ -22,7 +22,7 @@ from transformers import (
     T5GemmaModuleConfig,
 )
 
-from hf_paged_cache import InvalidArgumentError, OutOfBlocks, PagedCache, prefill
+from hf_paged_cache import CacheStateError, InvalidArgumentError, OutOfBlocks, PagedCache, prefill
 from tests.compat import CACHE_ARGUMENT, generate
 from tests.families import family_called as family
 from tests.families import inputs, randomize
@@ -170,7 +170,7 @@ def test_qwen3_819_a_prompt_shorter_than_the_cache_is_refused(llama: Models, pro
     prompt["attention_mask"][0, 0] = 0  # else `generate` drops the mask
     cache = new_cache(model)
     answer(model, prompt, cache)
-    with pytest.raises(InvalidArgumentError, match="covers 20 columns, but the cache holds 35"):
+    with pytest.raises(CacheStateError, match="the prompt has 20 tokens, but the cache holds 35"):
         answer(model, prompt, cache)
 
 
