@@ -16,7 +16,7 @@ from hf_paged_kernels.layout import Blocks, Part, TokenIndex, in_model_dtype
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 LARGEST_SCALE = torch.finfo(torch.float16).max
-# The divergence that `eval.quality` measures falls by a third with 8 scales, and by a tenth more with 16.
+# The divergence that `eval/quality.py` measures falls by a third with 8 scales, and by a tenth more with 16.
 FP8_SCALES = 16
 # Bounds what the search takes besides, and keeps it in the processor's cache.
 VALUES_AT_A_TIME = 2**18
