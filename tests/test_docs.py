@@ -1,5 +1,6 @@
 """The snippets of the README and of docs/ run, on a tiny model in the place of the real one."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -52,3 +53,12 @@ def test_links_between_documents_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
             if "://" not in target:
                 assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_commands_in_documents_are_there() -> None:
+    for document in DOCUMENTS:
+        text = document.read_text()
+        for module in re.findall(r"python -m ((?:eval|tests|hf_paged_cache)[\w.]*)", text):
+            assert importlib.util.find_spec(module) is not None, f"{document.name} runs {module}"
+        for file in re.findall(r"\b(?:eval|tests|examples)/[\w/]+\.(?:py|md|json)\b", text):
+            assert (ROOT / file).is_file(), f"{document.name} names {file}"

@@ -80,13 +80,14 @@ def _progress_table(journals: dict[str, StageJournal]) -> str:
         ("state", lambda row: row["state"]),
         ("pieces", lambda row: "-" if row["left"] is None else str(row["measured"] + row["failed"] + row["left"])),
         ("failed", lambda row: str(row["failed"])),
+        ("wrong", lambda row: str(row["faults"])),
         ("measures", lambda row: row["about"]),
     )
     return text_table(columns, rows, "measures")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status: 1 if something failed or is left to be measured."""
+    """Runs the command; returns its exit status: 1 if something is wrong, failed, or is left to be measured."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     settings = _settings(parser, arguments)
@@ -109,4 +110,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = [f"{name}: {line}" for name in wanted for line in failures_of(journals[name])]
     print(*lines, f"The tables are in {arguments.out / 'report.md'}.", sep="\n")
     states = [Progress.of(journals[name]) for name in wanted]
-    return 0 if all(state.state == "done" and not state.failed for state in states) else 1
+    return 0 if all(state.state == "done" and not state.failed and not state.faults for state in states) else 1

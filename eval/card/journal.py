@@ -56,7 +56,7 @@ class StageJournal:
 
     @property
     def pieces(self) -> dict[str, dict[str, Any]]:
-        """By name, each with `seconds`, and either `rows` and `failures`, or the `reason` why there are none."""
+        """By name, each with `seconds`, and `rows`, `failures` and `faults`, or the `reason` why there are none."""
         return {name: piece for name, piece in self._content["pieces"].items() if not piece.get("is_under_way")}
 
     @property
@@ -94,9 +94,9 @@ class StageJournal:
         self._content["pieces"][name] = {"is_under_way": True}
         self._write()
 
-    def finish(self, name: str, seconds: float, rows: list[Row], failures: list[str]) -> None:
+    def finish(self, name: str, seconds: float, rows: list[Row], failures: list[str], faults: list[str]) -> None:
         """Keeps what a piece came to."""
-        self._content["pieces"][name] = {"seconds": seconds, "rows": rows, "failures": failures}
+        self._content["pieces"][name] = {"seconds": seconds, "rows": rows, "failures": failures, "faults": faults}
         self._write()
 
     def give_up(self, name: str, seconds: float, reason: str) -> None:

@@ -22,6 +22,10 @@ SHARING_ROWS = 8
 def correctness(settings: Settings) -> Mapping[str, Piece]:
     """A piece for each format, dtype and kind of heads."""
     device = device_of(settings)
+    if settings.is_dry_run:
+        from eval.kernels.interpreter import round_as_a_gpu
+
+        round_as_a_gpu()
     pieces = {}
     for kv, dtype, heads in itertools.product(settings.formats, settings.dtypes, settings.heads):
         shape = Shape(Heads(*heads), getattr(torch, dtype), batch=3, context=settings.checked_context, kv=kv)
@@ -95,4 +99,4 @@ def _measure(bench: KernelBench, measure: Callable[[Shape], None], shape: Shape)
 @torch.no_grad()
 def _check(shape: Shape, query_lengths: tuple[int, ...], device: torch.device) -> Measured:
     rows = rows_of_format(shape, query_lengths, device)
-    return Measured(rows, [f"{row['call']}, {shape}: {row['verdict']}" for row in rows if row["error"] is None])
+    return Measured(rows, faults=[f"{row['call']}, {shape}: {row['verdict']}" for row in rows if row["error"] is None])

@@ -92,12 +92,15 @@ class Progress:
     Attributes:
         state: `not begun`, `cannot begin`, `unfinished` or `done`.
         measured, failed, left: pieces. `left` is `None` where they were not worked out yet.
+        faults: what is wrong in the pieces that were measured.
+        seconds: of all pieces.
     """
 
     state: str
     measured: int = 0
     failed: int = 0
     left: int | None = None
+    faults: int = 0
     seconds: float = 0.0
 
     @classmethod
@@ -112,14 +115,15 @@ class Progress:
             state = "cannot begin"
         else:
             state = "unfinished" if journal.path.exists() else "not begun"
-        return cls(state, len(pieces) - failed, failed, left, seconds)
+        faults = sum(len(piece.get("faults", [])) for piece in pieces)
+        return cls(state, len(pieces) - failed, failed, left, faults, seconds)
 
 
 def failures_of(journal: StageJournal) -> list[str]:
     """In plain words, what could not be measured and what is wrong."""
     lines = [] if journal.error is None else [f"The stage cannot begin: {journal.error}"]
     for name, piece in journal.pieces.items():
-        lines += [f"{name}: {piece['reason']}"] if "reason" in piece else piece["failures"]
+        lines += [f"{name}: {piece['reason']}"] if "reason" in piece else piece["faults"] + piece["failures"]
     return [*dict.fromkeys(lines)]
 
 
@@ -160,13 +164,14 @@ def _tables(rows: Sequence[Row]) -> list[str]:
 def _stages(journals: Mapping[str, StageJournal]) -> str:
     section = Section(
         "Stages",
-        "Pieces that were measured, that failed, and that are left for another run.",
+        "Pieces that were measured, that failed, and that are left for another run; what is wrong in those measured.",
         (
             ("stage", lambda row: row["stage"]),
             ("state", lambda row: row["state"]),
             ("measured", figure("measured")),
             ("failed", figure("failed")),
             ("left", figure("left")),
+            ("wrong", figure("faults")),
             ("s", figure("seconds", 0)),
             ("begun (UTC)", lambda row: row["begun"]),
         ),

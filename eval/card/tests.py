@@ -50,7 +50,7 @@ def _run(path: str) -> Measured:
         "skipped": skipped,
         "seconds": time.monotonic() - start,
     }
-    return Measured([row], [f"{path}, {name}: {_first_line(bad)}" for name, bad in failed.items()])
+    return Measured([row], faults=[f"{path}, {name}: {_first_line(bad)}" for name, bad in failed.items()])
 
 
 def _first_line(failure: ElementTree.Element) -> str:

@@ -18,10 +18,14 @@ DEVICE_LOST = 3
 
 @dataclass
 class Measured:
-    """What a piece came to: rows for tables, and in plain words what could not be measured."""
+    """What a piece came to.
+
+    rows: for tables. failures: in plain words, what could not be measured. faults: what was measured and is wrong.
+    """
 
     rows: list[Row] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
 
 
 Piece = Callable[[], Measured]
@@ -55,7 +59,7 @@ def work(make_pieces: MakePieces, settings: Any, journal: StageJournal, deadline
         except Exception as error:
             journal.give_up(name, time.monotonic() - start, reason(error))
         else:
-            journal.finish(name, time.monotonic() - start, measured.rows, measured.failures)
+            journal.finish(name, time.monotonic() - start, **vars(measured))
         if not _device_works():
             return DEVICE_LOST
         longest = max(longest, time.monotonic() - start)

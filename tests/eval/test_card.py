@@ -141,7 +141,9 @@ def test_the_report_names_the_card_and_what_went_wrong(tmp_path):
     work(make, ["succeeds", "raises"], journals["tests"], soon())
     wrong = {"section": "correctness", "heads": "4:2:16", "dtype": "float32", "kv": "int8", "call": "decode"}
     journals["correctness"].plan(["int8", "int4"])
-    journals["correctness"].finish("int8", 1.0, [wrong | {"error": None, "verdict": "WRONG: off by 3"}], ["off by 3"])
+    journals["correctness"].finish(
+        "int8", 1.0, [wrong | {"error": None, "verdict": "WRONG: off by 3"}], [], ["off by 3"]
+    )
     text = report.markdown(MACHINE, journals)
     assert text.startswith("# a card\n")
     assert "Triton 3.9.0, CUDA 13, driver 570.1, 64 GiB, 108 multiprocessors." in text
@@ -149,7 +151,7 @@ def test_the_report_names_the_card_and_what_went_wrong(tmp_path):
     assert "WRONG: off by 3" in text
     states = {line.split()[1]: line.split()[3] for line in text.splitlines() if line.startswith("| t")}
     assert states == {"tests": "done", "tuning": "not"}
-    assert report.Progress.of(journals["correctness"]) == report.Progress("unfinished", 1, 0, 1, 1.0)
+    assert report.Progress.of(journals["correctness"]) == report.Progress("unfinished", 1, 0, 1, 1, 1.0)
     assert "dry run" not in text
 
 
@@ -169,8 +171,8 @@ def test_failed_tests_are_named(tmp_path, monkeypatch):
     measured = tests._run("test_one.py")
     (row,) = measured.rows
     assert (row["passed"], row["failed"], row["skipped"]) == (1, 1, 0)
-    (failure,) = measured.failures
-    assert failure.startswith("test_one.py, test_bad: AssertionError: sums")
+    (fault,) = measured.faults
+    assert fault.startswith("test_one.py, test_bad: AssertionError: sums")
     with pytest.raises(RuntimeError, match="pytest ended with status 4: "):
         tests._run("no_such_file.py")
 
@@ -188,6 +190,9 @@ def test_a_dry_run_of_one_stage(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "run_stage", lambda *_: pytest.fail("what is there is measured again"))
     capsys.readouterr()
     assert command.main(options) == 0
+    journal = StageJournal(tmp_path, "uploads", content["setup"])
+    journal.finish("waits", 0.0, [], [], ["it waits"])
+    assert command.main(options) == 1
     assert command.main([*options, "--list"]) == 0
     listed = {line.split()[0]: line.split()[1] for line in capsys.readouterr().out.splitlines() if line.strip()}
     assert (listed["uploads"], listed["tuning"]) == ("done", "not")

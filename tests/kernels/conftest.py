@@ -13,7 +13,7 @@ from hf_paged_kernels import dispatch
 @pytest.fixture(autouse=True, scope="session")
 def gpu_rounding() -> None:
     if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
-        from tests.kernels.interpreter import round_as_a_gpu
+        from eval.kernels.interpreter import round_as_a_gpu
 
         round_as_a_gpu()
 
