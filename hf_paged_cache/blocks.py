@@ -210,7 +210,8 @@ class BlockAllocator:
         self.ledger.open(self)
         # In this order no block that stays is ever without a holder.
         self._acquire(new.reshape(-1), 1)
-        self._release(old.reshape(-1), self.clock.tick())
+        if old.any():
+            self._release(old.reshape(-1), self.clock.tick())
 
     def release_later(self, holding: Holding) -> None:
         """Lets go of all that a table holds, safe to call from a finalizer: done when the allocator is next used.
@@ -296,7 +297,10 @@ class BlockAllocator:
         block_ids = block_ids[block_ids != NULL_BLOCK]
         for block_id in block_ids[self._references[block_ids] == 0].tolist() if self._reusable else ():
             self._reusable.pop(block_id, None)
-        np.add.at(self._references, block_ids, times)
+        if block_ids.size == 1:
+            self._references[block_ids] += times
+        else:
+            np.add.at(self._references, block_ids, times)
 
     def _release(self, block_ids: np.ndarray, released: int) -> None:
         block_ids = block_ids[block_ids != NULL_BLOCK]

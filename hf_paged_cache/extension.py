@@ -9,6 +9,9 @@ from hf_paged_cache.hot import Moves
 from hf_paged_cache.table_state import TableState
 
 
+NO_MOVES = Moves([], [], [])
+
+
 class Extension(NamedTuple):
     """Rows that are about to have more columns.
 
@@ -78,7 +81,7 @@ def filled(ids: np.ndarray, need: Need, is_new: np.ndarray, replaced: list[int],
     if not taken.size:
         return ids
     ids = ids.copy()
-    ids[np.nonzero(is_new)] = taken[len(replaced) :]
+    ids[:, : is_new.shape[1]][is_new] = taken[len(replaced) :]
     if replaced:
         rows = np.array(replaced)
         ids[rows, need.last_block[rows]] = taken[: len(replaced)]
@@ -87,6 +90,8 @@ def filled(ids: np.ndarray, need: Need, is_new: np.ndarray, replaced: list[int],
 
 def moves_into(state: TableState, need: Need, new_ids: np.ndarray, hot_ids: np.ndarray) -> Moves:
     """What to move from the present blocks to these new ones."""
+    if not need.copying and not need.opening:
+        return NO_MOVES
     sources = {row: int(state.block_ids[row, need.last_block[row]]) for row in {*need.copying, *need.opening}}
     copies = [(sources[row], target) for row, target in zip(need.copying, new_ids.tolist(), strict=False)]
     moves = Moves(copies, [], [])

@@ -161,8 +161,9 @@ class BlockTable:
             state = TableState.empty(num_rows, state.generation)
         need = self._need(state, num_new, attended, keep_past)
         # Hot blocks first: to take the others may evict known ones, which cannot be undone.
-        hot_ids = self.hot.take(need.hot_count) if need.hot_count else _NOTHING
-        new_ids = self._take(need.count) if need.count else _NOTHING
+        hot_count, count = need.hot_count, need.count
+        hot_ids = self.hot.take(hot_count) if hot_count else _NOTHING
+        new_ids = self._take(count) if count else _NOTHING
         first_kept_column, num_columns = state.first_kept_column, state.num_columns + num_new
         if self.window is not None and not keep_past:
             first_kept_column = max(first_kept_column, num_columns - self.window + 1)

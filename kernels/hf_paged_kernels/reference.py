@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from hf_paged_kernels.chunked import chunked_attention
 from hf_paged_kernels.layout import Blocks, KVBlocks, gather_tokens
+from hf_paged_kernels.modes import matmul
 from hf_paged_kernels.scores import MAX_SCORES, attention_scores, softmax, weighted_values, work_dtype
 from hf_paged_kernels.step import StepMetadata
 from hf_paged_kernels.visibility import block_visibility, new_visibility, visible_range
@@ -51,10 +52,13 @@ def paged_attention(
     if needs_scores:
         out, lse = _attention_by_scores(query, key, value, visible, scale, softcap, sinks)
         return (out, lse) if return_lse else out
-    out = _sdpa(query, key, value, scale, visible=visible)
-    if visible is not None and not bool(out.isfinite().all()):
-        # A mask that is added to scores does not hide NaN.
-        out, _ = _attention_by_scores(query, key, value, visible, scale, softcap, sinks)
+    if visible is not None and query.device.type != "cpu":
+        out = _guarded_sdpa(query, key, value, visible, scale)
+    else:
+        out = _sdpa(query, key, value, scale, visible=visible)
+        if visible is not None and not bool(out.isfinite().all()):
+            # A mask that is added to scores does not hide NaN.
+            out, _ = _attention_by_scores(query, key, value, visible, scale, softcap, sinks)
     if step.has_empty_queries or key_mask is not None:
         out = out.masked_fill(~visible.any(-1)[:, None, :, None], 0)
     return out
@@ -161,6 +165,20 @@ def _sdpa(
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def _guarded_sdpa(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """`_sdpa` in which NaN and infinity reach the queries that see their token, as NaN, and no others.
+
+    It decides nothing by numbers: to look at those of an accelerator is to wait for it.
+    """
+    has_others = ~(key.isfinite().all(-1) & value.isfinite().all(-1))  # [batch, num_kv_heads, kv_length]
+    key, value = (states.nan_to_num(0.0, 0.0, 0.0) for states in (key, value))
+    out = _sdpa(query, key, value, scale, visible=visible)
+    seen = matmul(visible[:, None].float(), has_others.float().unsqueeze(-1)) > 0
+    return out.masked_fill(seen.repeat_interleave(query.shape[1] // key.shape[1], dim=1), torch.nan)
 
 
 def _shares_reads(query: torch.Tensor, key: torch.Tensor) -> bool:

@@ -36,13 +36,23 @@ def weighted_values(weights: torch.Tensor, value: torch.Tensor, visible: torch.T
     Args:
         weights: `[batch, num_heads, query_length, kv_length]`, 0 for what a query does not see.
         value: `[batch, num_kv_heads, kv_length, value_dim]`
-        visible: what each query sees, bool, broadcastable to `weights`; `None` for all. NaN and infinity in other
-            values, which 0 would make NaN of, are then passed over.
+        visible: what each query sees, bool `[1 or batch, 1, query_length, kv_length]`; `None` for all. NaN and
+            infinity in other values, which 0 would make NaN of, are then passed over.
     """
     value = value.to(weights.dtype)
-    out = _products(weights, value)
-    if visible is None or bool(out.isfinite().all()):
-        return out
+    if visible is None:
+        return _products(weights, value)
+    if value.device.type == "cpu":
+        out = _products(weights, value)
+        return out if bool(out.isfinite().all()) else _seen_products(weights, value, visible)
+    # To ask an accelerator whether there are such values would be to wait for it.
+    if visible.shape[-2] == 1:
+        return _products(weights, value.masked_fill(~visible.transpose(-1, -2), 0.0))
+    return _seen_products(weights, value, visible)
+
+
+def _seen_products(weights: torch.Tensor, value: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """`weighted_values` with values in the dtype of `weights`, whatever numbers they have."""
     seen = visible.expand_as(weights).to(weights.dtype)
     out = _products(weights, value.nan_to_num(0.0, 0.0, 0.0))
     for kind, number in ((value.isposinf(), torch.inf), (value.isneginf(), -torch.inf), (value.isnan(), torch.nan)):

@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 import torch
 from hf_paged_kernels import dense_attention, paged_attention
+from hf_paged_kernels.reference import _guarded_sdpa, _sdpa
+from hf_paged_kernels.scores import _seen_products, weighted_values
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.cases import Case, lay_out, new_states, random_rows
+from tests.kernels.device import on_device
 from tests.kernels.quantized_cases import quantized
 
 # A case, and a token of its first row.
@@ -27,13 +31,15 @@ CASES = [
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf], ids=str)
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
 @pytest.mark.parametrize(("case", "token", "kv"), CASES, ids=str)
 def test_a_query_is_not_touched_by_what_it_does_not_see(
     case: Case, token: int, kv: str, backend: str, number: float
 ) -> None:
     if backend == "cpu":
         pytest.importorskip("numba")
+    if backend == "triton":
+        pytest.importorskip("triton")
     if kv == "int8" and math.isinf(number):
         pytest.skip("infinity is stored as the largest number")
     generator = torch.Generator().manual_seed(0)
@@ -45,7 +51,7 @@ def test_a_query_is_not_touched_by_what_it_does_not_see(
 
     def attend() -> torch.Tensor:
         blocks, step = lay_out(case, rows, 0.0) if kv == "raw" else quantized(case, rows, kv, 0.0)[:2]
-        return paged_attention(
+        return on_device(paged_attention)(
             query,
             blocks,
             step,
@@ -83,3 +89,33 @@ def test_attention_to_keys_in_no_blocks(number: float) -> None:
     torch.testing.assert_close(actual[:, :, :5], expected[:, :, :5])
     assert actual[:, :, 5:].equal(torch.full_like(actual[:, :, 5:], number)) or math.isnan(number)
     assert not actual[:, :, 5:].isfinite().any()
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf], ids=str)
+def test_what_accelerators_do_instead_of_looking_at_numbers(number: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, 9, 8, generator=generator)
+    key, value = torch.randn(2, 1, 2, 9, 8, generator=generator)
+    visible = torch.ones(1, 9, 9, dtype=torch.bool).tril()
+    weights = torch.rand(1, 4, 9, 9, generator=generator).tril()
+
+    def results() -> tuple[torch.Tensor, torch.Tensor]:
+        return _guarded_sdpa(query, key, value, visible, 0.3), _seen_products(weights, value, visible[:, None])
+
+    expected = (_sdpa(query, key, value, 0.3, visible=visible), weighted_values(weights, value))
+    torch.testing.assert_close(results(), expected)
+    value[:, 1, 5] = number
+    for actual, without in zip(results(), expected, strict=True):
+        torch.testing.assert_close(actual[:, :2], without[:, :2])  # of another KV head
+        torch.testing.assert_close(actual[:, 2:, :5], without[:, 2:, :5])
+        assert not actual[:, 2:, 5:].isfinite().any()
+
+
+@pytest.mark.parametrize("query_length", [1, 9])
+def test_accelerators_are_not_waited_for(query_length: int) -> None:
+    """A fake tensor raises where its numbers are asked for."""
+    with FakeTensorMode():
+        weights = torch.empty(2, 4, query_length, 9, device="cuda")
+        visible = torch.empty(2, 1, query_length, 9, dtype=torch.bool, device="cuda")
+        value = torch.empty(2, 2, 9, 8, device="cuda")
+        assert weighted_values(weights, value, visible).shape == (2, 4, query_length, 8)

@@ -62,12 +62,15 @@ def attend_kernel(
     WINDOW: tl.constexpr,  # 0: none
     SOFTCAP: tl.constexpr,  # 0.0: none
     IS_PARTIAL: tl.constexpr,  # partial results are to be merged
+    ONE_QUERY: tl.constexpr,  # query_length is 1
 ):
     RAW: tl.constexpr = ("raw",)
     IS_GROUPED: tl.constexpr = FORMAT[0] == "grouped"
     QUERIES: tl.constexpr = ROWS // GROUP
     HAS_NEW: tl.constexpr = new_key_ptr is not None
     HAS_KEY_MASK: tl.constexpr = key_mask_ptr is not None
+    # One query sees all from `first` to `last`.
+    DIFFERING: tl.constexpr = HAS_KEY_MASK or not ONE_QUERY
     split = tl.program_id(0) % num_splits
     # The last query tiles have the most keys, so they start first.
     query_tile = tl.num_programs(0) // num_splits - 1 - tl.program_id(0) // num_splits
@@ -133,7 +136,7 @@ def attend_kernel(
                 codes[5] + cold_slots * (VALUE[0] // FORMAT[4]),
             ),
             cold_table, mask, scale_log2,
-            KEY, VALUE, FORMAT, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, HAS_KEY_MASK, True,
+            KEY, VALUE, FORMAT, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, HAS_KEY_MASK, True, DIFFERING,
         )  # fmt: skip
     IN_BLOCKS: tl.constexpr = RAW if IS_GROUPED else FORMAT
     scales = ()
@@ -146,13 +149,13 @@ def attend_kernel(
     state = attend_tiles(
         state, q, q_rest, position, begin, end, gap_begin, gap_end, first, last,
         key_base, value_base, KEY[0], VALUE[0], scales, table, mask, scale_log2,
-        KEY, VALUE, IN_BLOCKS, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, HAS_KEY_MASK, True,
+        KEY, VALUE, IN_BLOCKS, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, HAS_KEY_MASK, True, DIFFERING,
     )  # fmt: skip
     if not HAS_KEY_MASK and not IS_GROUPED:
         state = attend_tiles(
             state, q, q_rest, position, gap_begin, gap_end, gap_end, gap_end, first, last,
             key_base, value_base, KEY[0], VALUE[0], scales, table, mask, scale_log2,
-            KEY, VALUE, IN_BLOCKS, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, HAS_KEY_MASK, False,
+            KEY, VALUE, IN_BLOCKS, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, HAS_KEY_MASK, False, DIFFERING,
         )  # fmt: skip
 
     if HAS_NEW:
@@ -175,13 +178,13 @@ def attend_kernel(
         state = attend_tiles(
             state, q, q_rest, query, begin, end, interior_begin, interior_end, first, last,
             key_base, value_base, new_key_strides[2], new_value_strides[2], (), table, mask, scale_log2,
-            KEY, VALUE, RAW, 0, TILE, WINDOW, SOFTCAP, HAS_KEY_MASK, True,
+            KEY, VALUE, RAW, 0, TILE, WINDOW, SOFTCAP, HAS_KEY_MASK, True, DIFFERING,
         )  # fmt: skip
         if not HAS_KEY_MASK:
             state = attend_tiles(
                 state, q, q_rest, query, interior_begin, interior_end, interior_end, interior_end, first, last,
                 key_base, value_base, new_key_strides[2], new_value_strides[2], (), table, mask, scale_log2,
-                KEY, VALUE, RAW, 0, TILE, WINDOW, SOFTCAP, HAS_KEY_MASK, False,
+                KEY, VALUE, RAW, 0, TILE, WINDOW, SOFTCAP, HAS_KEY_MASK, False, DIFFERING,
             )  # fmt: skip
 
     if sinks_ptr is not None and not IS_PARTIAL:

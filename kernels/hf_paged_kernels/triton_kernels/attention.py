@@ -169,6 +169,7 @@ class _Call:
             WINDOW=self.window,
             SOFTCAP=self.softcap,
             IS_PARTIAL=plan.all_splits > 1,
+            ONE_QUERY=query.shape[2] == 1,
             **plan.constants,
         )
 

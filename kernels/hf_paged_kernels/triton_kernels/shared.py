@@ -144,13 +144,13 @@ def attend_shared_kernel(
     state = attend_tiles(
         state, q, q_rest, everyone_sees, begin, interior_end, interior_end, interior_end, 0, length,
         key_base, value_base, KEY[0], VALUE[0], (), table, None, scale_log2,
-        KEY, VALUE, FORMAT, BLOCK_SIZE, TILE, 0, SOFTCAP, False, False,
+        KEY, VALUE, FORMAT, BLOCK_SIZE, TILE, 0, SOFTCAP, False, False, False,
     )  # fmt: skip
     tail = tl.maximum(begin, interior_end)
     state = attend_tiles(
         state, q, q_rest, everyone_sees, tail, end, tail, tail, 0, length,
         key_base, value_base, KEY[0], VALUE[0], (), table, None, scale_log2,
-        KEY, VALUE, FORMAT, BLOCK_SIZE, TILE, 0, SOFTCAP, False, True,
+        KEY, VALUE, FORMAT, BLOCK_SIZE, TILE, 0, SOFTCAP, False, True, False,
     )  # fmt: skip
 
     index = ((batch * query_length + query) * (tl.num_programs(1) * GROUP) + head) * all_splits + split

@@ -87,6 +87,52 @@ def load_states(
 
 
 @triton.jit
+def load_value(
+    ptr,
+    slot,  # where the tile begins, and the tokens of it from there [tile]
+    offsets,
+    stride,
+    scales,
+    readable,
+    DTYPE: tl.constexpr,
+    BEGIN: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """A part of the values of a tile as an operand, `[tile, SIZE]`; arguments as in `attend_tiles`, `load_states`."""
+    tile_ptr = ptr + slot * stride
+    if FORMAT[0] == "grouped":
+        CODES: tl.constexpr = VALUE[3] * ptr.dtype.element_ty.primitive_bitwidth // 8
+        codes = load_states(
+            tile_ptr, offsets, stride, readable, MASKED, False, 0, SIZE // CODES, VALUE[0] // CODES, 1
+        )  # fmt: skip
+        first_scale = slot * (VALUE[0] // FORMAT[4])
+        value = grouped_values(
+            codes, scales[2] + first_scale, scales[3] + first_scale, offsets, readable,
+            DTYPE, TILE, FORMAT[4], FORMAT[2], VALUE[0], SIZE,
+        )  # fmt: skip
+    else:
+        value = load_states(tile_ptr, offsets, stride, readable, MASKED, False, BEGIN, SIZE, VALUE[0], VALUE[3])
+        value = operand(value, DTYPE, FORMAT)
+    return value
+
+
+@triton.jit
+def finite_part(value):
+    """Values `[tile, dims]` with 0 for NaN and infinity, and a number to add to each token's scores, `[tile]`: NaN if
+    its value has such a number, else 0.
+
+    A product makes NaN of a weight of 0 times NaN. So NaN reaches the rows that see the token by its score.
+    """
+    is_finite = tl.abs(value) < float("inf")
+    has_others = tl.max((is_finite == 0).to(tl.int32), 1) > 0
+    return tl.where(is_finite, value, 0.0), tl.where(has_others, float("nan"), 0.0)
+
+
+@triton.jit
 def load_scale(ptr, offsets, readable, MASKED: tl.constexpr):
     """The scale of each token of a tile, float32 `[tile]`; 0 for tokens that are not `readable`."""
     scale = tl.load(ptr + offsets, mask=readable, other=0.0) if MASKED else tl.load(ptr + offsets)
@@ -134,19 +180,23 @@ def attend_tiles(
     SOFTCAP: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr,
     MASKED: tl.constexpr,
+    DIFFERING: tl.constexpr,  # queries may see different ones of the tokens that may be read
 ):
-    """Takes the keys of a range into the running softmax, tile by tile, and returns the new `state`."""
+    """Takes the keys of a range into the running softmax, tile by tile, and returns the new `state`.
+
+    What a query does not see does not reach it, NaN included: tokens that no query sees are not read, and where
+    queries see different ones, NaN and infinity are kept out of the product, see `finite_part`.
+    """
     KEY_DIM: tl.constexpr = KEY[0]
     KEY_MAIN: tl.constexpr = KEY[1]
     KEY_REST: tl.constexpr = KEY[2]
     KEY_RUNS: tl.constexpr = KEY[3]
-    VALUE_DIM: tl.constexpr = VALUE[0]
     VALUE_MAIN: tl.constexpr = VALUE[1]
     VALUE_REST: tl.constexpr = VALUE[2]
-    VALUE_RUNS: tl.constexpr = VALUE[3]
     IS_GROUPED: tl.constexpr = FORMAT[0] == "grouped"
     IS_SCALED: tl.constexpr = FORMAT[0] == "int8" or FORMAT[0] == "fp8"
     DTYPE: tl.constexpr = query.dtype
+    GUARDED: tl.constexpr = MASKED and DIFFERING and not IS_SCALED
     maximum, total, acc, acc_rest = state
     # Block ids are loaded a tile ahead: loads whose addresses wait for a load of the same round are not overlapped.
     block_ids = 0
@@ -168,8 +218,19 @@ def attend_tiles(
         else:
             slot, offsets = tl.zeros([], tl.int64) + tile, tl.arange(0, TILE)
         tile_key_ptr = key_ptr + slot * key_stride
-        tile_value_ptr = value_ptr + slot * value_stride
-
+        if GUARDED:
+            value = load_value(
+                value_ptr, slot, offsets, value_stride, scales, readable,
+                DTYPE, 0, VALUE_MAIN, VALUE, FORMAT, TILE, MASKED,
+            )  # fmt: skip
+            value, poison = finite_part(value)
+            if VALUE_REST > 0:
+                value_rest = load_value(
+                    value_ptr, slot, offsets, value_stride, scales, readable,
+                    DTYPE, VALUE_MAIN, VALUE_REST, VALUE, FORMAT, TILE, MASKED,
+                )  # fmt: skip
+                value_rest, poison_of_rest = finite_part(value_rest)
+                poison = poison + poison_of_rest
         if IS_GROUPED:
             KEY_CODES: tl.constexpr = KEY_RUNS * key_ptr.dtype.element_ty.primitive_bitwidth // 8
             codes = load_states(
@@ -203,6 +264,8 @@ def attend_tiles(
                 scores = scaled(products, factor, SOFTCAP)
         else:
             scores = scaled(products, scale_log2, SOFTCAP)
+        if GUARDED:
+            scores = scores + poison[None, :]
         if MASKED:
             scores = tl.where(visible, scores, -float("inf"))
         weights, factor, maximum, total = updated(scores, maximum, total, MASKED)
@@ -210,29 +273,20 @@ def attend_tiles(
         if IS_SCALED:
             value_scale = load_scale(scales[1] + slot, offsets, readable, MASKED)
             weights = weights * (value_scale * FORMAT[1])[None, :]
+            if MASKED and DIFFERING:  # where NaN is, the scale of its token says so
+                weights = tl.where(visible, weights, 0.0)
         weights = weights.to(DTYPE)
-        if IS_GROUPED:
-            VALUE_CODES: tl.constexpr = VALUE_RUNS * value_ptr.dtype.element_ty.primitive_bitwidth // 8
-            codes = load_states(
-                tile_value_ptr, offsets, value_stride, readable, MASKED, False,
-                0, VALUE_MAIN // VALUE_CODES, VALUE_DIM // VALUE_CODES, 1,
+        if not GUARDED:
+            value = load_value(
+                value_ptr, slot, offsets, value_stride, scales, readable,
+                DTYPE, 0, VALUE_MAIN, VALUE, FORMAT, TILE, MASKED,
             )  # fmt: skip
-            first_scale = slot * (VALUE_DIM // FORMAT[4])
-            value = grouped_values(
-                codes, scales[2] + first_scale, scales[3] + first_scale, offsets, readable,
-                DTYPE, TILE, FORMAT[4], FORMAT[2], VALUE_DIM, VALUE_MAIN,
-            )  # fmt: skip
-        else:
-            value = load_states(
-                tile_value_ptr, offsets, value_stride, readable, MASKED, False, 0, VALUE_MAIN, VALUE_DIM, VALUE_RUNS
-            )  # fmt: skip
-            value = operand(value, DTYPE, FORMAT)
         acc = tl.dot(weights, value, acc * factor[:, None], input_precision="ieee")
         if VALUE_REST > 0:
-            value = load_states(
-                tile_value_ptr, offsets, value_stride, readable, MASKED, False,
-                VALUE_MAIN, VALUE_REST, VALUE_DIM, VALUE_RUNS,
-            )  # fmt: skip
-            value = operand(value, DTYPE, FORMAT)
-            acc_rest = tl.dot(weights, value, acc_rest * factor[:, None], input_precision="ieee")
+            if not GUARDED:
+                value_rest = load_value(
+                    value_ptr, slot, offsets, value_stride, scales, readable,
+                    DTYPE, VALUE_MAIN, VALUE_REST, VALUE, FORMAT, TILE, MASKED,
+                )  # fmt: skip
+            acc_rest = tl.dot(weights, value_rest, acc_rest * factor[:, None], input_precision="ieee")
     return maximum, total, acc, acc_rest
