@@ -10,11 +10,7 @@ import numpy as np
 import torch
 from hf_paged_kernels import Backend
 from transformers import PreTrainedConfig
-from transformers.cache_utils import (
-    DynamicCache,
-    DynamicLayer,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from hf_paged_cache import unpaged
 from hf_paged_cache.arguments import is_integer, parse_bytes
@@ -32,12 +28,13 @@ from hf_paged_cache.library_names import ASSISTED_DECODING
 from hf_paged_cache.mask_request import MaskRequest, current_mask_request
 from hf_paged_cache.origin import Origin
 from hf_paged_cache.padding import Announcement, check_request
+from hf_paged_cache.reached_states import ReachedStates
 from hf_paged_cache.stats import CacheStats, collect, format_bytes
 from hf_paged_cache.tables import BlockTable
 from hf_paged_cache.tracing import untraced
 
 
-class PagedCache(FormerNames, DynamicCache):
+class PagedCache(FormerNames, ReachedStates):
     """A KV cache in blocks, for `model.generate(**inputs, past_key_values=PagedCache(model.config))`.
 
     It is used as `DynamicCache` is, and gives the same result. Rows share blocks until they differ, so beam search,
@@ -114,6 +111,7 @@ class PagedCache(FormerNames, DynamicCache):
         self._states_are_ahead = False
         self.origin: Origin | None = None
         self._last_layer_idx = -1
+        self.last_state_idx = -1
         self._announced: Announcement | None = None
         self._request: MaskRequest | None = None
 
@@ -190,9 +188,8 @@ class PagedCache(FormerNames, DynamicCache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         request = current_mask_request(query_length, self._request)
         if request is not None and request is not self._request:
-            self._request = None
             self._check_pass(request)
-            self._request = request
+            self.last_state_idx, self._request = -1, request
         return super().get_mask_sizes(query_length, layer_idx)
 
     def fork(self, n: int = 1) -> "PagedCache":
@@ -330,13 +327,16 @@ class PagedCache(FormerNames, DynamicCache):
 
         A pass that was interrupted (Ctrl-C, out of memory in the model) has reached some layers and not others. If
         there is none, nothing happens. Recurrent states of hybrid models cannot be taken back: unless it was the first
-        pass, the cache then refuses to go on until `reset()`.
+        pass, the cache then refuses to go on until `reset()`. A pass that stopped inside the last of their layers, or
+        behind all layers, counts as finished.
         """
         with self._budget.lock:
             self._budget.ledger.recover()
-        self._request = None
-        if self._unfinished_layers() or self._unreached_layers():
+        if self._request is not None and self._unfinished_states():  # no layer with blocks was reached
+            self._undo_pass(self._pass_number + 1)
+        elif self._unfinished_layers() or self._unreached_layers() or self._unfinished_states():
             self._undo_pass(max(group.last_pass for group in self._groups))
+        self._request = None
 
     def reset(self) -> None:
         """Gives back all blocks. The pools stay allocated; the next call may have another batch size."""
@@ -367,6 +367,12 @@ class PagedCache(FormerNames, DynamicCache):
         unfinished = self._unfinished_layers()
         if unfinished:
             raise unfinished_pass(unfinished, self._lead_table().num_columns)
+        if self._unfinished_states():
+            raise CacheStateError(
+                f"an earlier forward pass stopped half-way, at or behind the recurrent state of layer "
+                f"{self.last_state_idx}. Call `cache.rollback()`, which takes the pass back if it was the first one. "
+                "After another one call `cache.reset()` and compute the whole sequence again."
+            )
 
     @property
     def groups(self) -> Sequence[LayerGroup]:
@@ -441,6 +447,13 @@ class PagedCache(FormerNames, DynamicCache):
         longest = self._num_config_columns()
         return [idx for group in config_groups for idx, length in group.lengths.items() if length != longest]
 
+    def _unfinished_states(self) -> bool:
+        """Whether an interrupted forward pass has reached recurrent states, and not all layers behind them."""
+        if self.last_state_idx < 0:
+            return False
+        last = max(idx for idx, layer in enumerate(self.layers) if isinstance(layer, LinearAttentionCacheLayerMixin))
+        return self.last_state_idx < last or self._request is not None
+
     def _unreached_layers(self) -> list[int]:
         """Layers that have no tokens at all, while the first forward pass has given some to layers before them.
 
@@ -497,17 +510,19 @@ class PagedCache(FormerNames, DynamicCache):
 
     def _commit(self, *changes: Change, **attributes: Any) -> None:
         """Makes changes to the parts of the cache, and to its own attributes, and ends the forward pass."""
-        ended = {"_last_layer_idx": -1, "_announced": None, "_request": None}
-        self._budget.ledger.commit([*changes, Change(self, attributes | ended)])
+        ended = {"_last_layer_idx": -1, "last_state_idx": -1, "_announced": None, "_request": None}
+        ended["_states_are_ahead"] = self._states_are_ahead or self._unfinished_states()
+        self._budget.ledger.commit([*changes, Change(self, ended | attributes)])
 
     def _undo_pass(self, pass_number: int) -> None:
         with self._budget.lock, self._budget.ledger:
             undone = [change for group in self._groups for change in group.undone(pass_number)]
             is_empty = not any(group.num_columns_before(pass_number) for group in self._groups)
             if self._groups and is_empty:
-                self._commit(*undone, *unpaged.emptied(self.layers))
+                self._commit(*undone, *unpaged.emptied(self.layers), _states_are_ahead=False)
             else:
-                is_ahead = unpaged.have_states(self.layers[: self._last_layer_idx + 1])
+                num_reached = max(self._last_layer_idx, self.last_state_idx) + 1
+                is_ahead = unpaged.have_states(self.layers[:num_reached])
                 self._commit(*undone, _states_are_ahead=self._states_are_ahead or is_ahead)
 
 

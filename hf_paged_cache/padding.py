@@ -109,6 +109,7 @@ def check_positions(request: MaskRequest, num_columns: int, padding: np.ndarray 
     """Checks that every new token stands behind the tokens that it follows, in the cache and in the pass.
 
     A position may be larger than the number of tokens before it: where padding is counted, or tokens were left out.
+    Rows with padding behind cached tokens are not judged: transformers counts their positions from that padding on.
 
     Args:
         request: the pass, with positions.
@@ -133,11 +134,12 @@ def check_positions(request: MaskRequest, num_columns: int, padding: np.ndarray 
         is_early = positions < num_before
     else:
         attended = attention_mask[:, : num_columns + num_new].cpu().numpy()
-        new = attended[:, num_columns:]
+        cached, new = attended[:, :num_columns], attended[:, num_columns:]
         if len(positions) not in (1, len(new)):
             return
-        num_before = attended[:, :num_columns].sum(axis=1, keepdims=True) + np.cumsum(new, axis=1) - 1
-        is_early = (positions < num_before) & new
+        num_before = cached.sum(axis=1, keepdims=True) + np.cumsum(new, axis=1) - 1
+        is_right_padded = (cached & ~attended[:, 1 : num_columns + 1]).any(axis=1, keepdims=True)
+        is_early = (positions < num_before) & new & ~is_right_padded
     if not is_early.any() or not request.has_positions_of_the_caller:
         return
     row, column = (int(index) for index in np.argwhere(is_early)[0])

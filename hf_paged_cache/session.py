@@ -106,7 +106,8 @@ class Session(InProcess):
         # It holds what it shares with the last turn. The rest of that may make room.
         self.cache = cache
         self._progress = _Progress(input_ids.repeat_interleave(options.copies, dim=0))
-        inputs["stopping_criteria"] = StoppingCriteriaList([*(inputs.get("stopping_criteria") or ()), self._progress])
+        # First, so that it has seen the tokens of the cache when another one raises.
+        inputs["stopping_criteria"] = StoppingCriteriaList([self._progress, *(inputs.get("stopping_criteria") or ())])
         output = model.generate(**(inputs | replaced), **{CACHE_ARGUMENT: cache})
         try:
             self.store.commit(cache, output)

@@ -193,3 +193,55 @@ def test_an_error_survives_pickling() -> None:
     error = OutOfBlocks(needed=2, free=1, total=3, block_bytes=8, limit="num_blocks=3 allows no more")
     copied = pickle.loads(pickle.dumps(error))
     assert (str(copied), copied.needed, copied.total) == (str(error), 2, 3)
+
+
+class Interrupted(BaseException):
+    """Such as Ctrl-C."""
+
+
+def interrupted_behind(module: torch.nn.Module, run: Callable[[], Any]) -> None:
+    """Runs something that stops once a module has run."""
+
+    def stop(*_: Any) -> None:
+        raise Interrupted
+
+    hook = module.register_forward_hook(stop)
+    try:
+        with pytest.raises(Interrupted):
+            run()
+    finally:
+        hook.remove()
+
+
+def parts_of_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """What changes states, keys and values. Behind the last of them a pass cannot be told from a whole one."""
+    names = ("mamba", "self_attn", "linear_attn", "conv")
+    layers = model.get_decoder().layers
+    parts = [part for layer in layers for name, part in layer.named_children() if name in names]
+    return parts[:-1]
+
+
+@pytest.mark.parametrize("rolls_back", [True, False], ids=["after a rollback", "at once"])
+@pytest.mark.parametrize("name", ["Jamba", "Qwen3-Next", "Falcon-H1", "LFM2"])
+def test_a_pass_that_stops_at_any_layer_of_a_hybrid_model(name: str, rolls_back: bool) -> None:
+    """Recurrent states are not ahead of keys and values, nor behind them, without a word."""
+    family = family_called(name)
+    model, ids = family.build("hf_paged"), inputs(family, [30])["input_ids"]
+    expected = logits(model, ids, None, use_cache=False)
+    for part in parts_of_layers(model):
+        for num_before in (0, 21):
+            cache = PagedCache(model.config, block_size=16)
+            if num_before:
+                logits(model, ids[:, :num_before], cache)
+            interrupted_behind(
+                part, lambda cache=cache, start=num_before: logits(model, ids[:, start : start + 1], cache)
+            )
+            if rolls_back:
+                cache.rollback()
+            try:
+                actual = logits(model, ids[:, num_before:], cache)
+            except CacheStateError:
+                assert num_before or not rolls_back  # the first pass can be taken back
+                cache.reset()
+                actual = logits(model, ids, cache)[:, num_before:]
+            torch.testing.assert_close(actual, expected[:, num_before:], rtol=1e-3, atol=1e-3)

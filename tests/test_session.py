@@ -226,6 +226,23 @@ class TestInterruptedTurns:
                 .equal(model.generate(following, **call(following)))
             )
 
+    @pytest.mark.parametrize("call_number", [3, 4, 5])
+    def test_by_a_stopping_criterion_among_drafts(self, windowed, tokens, call_number):
+        """The drafts were settled before: what has left a window cannot come back."""
+        model, ids = windowed(["sliding_attention", "full_attention"]), tokens(10).repeat(1, 4)
+        store, calls = make_store(model), []
+
+        def interrupt(*_: Any, **__: Any) -> Tensor:
+            calls.append(1)
+            if len(calls) == call_number:
+                raise KeyboardInterrupt
+            return torch.zeros(1, dtype=torch.bool)
+
+        chat = store.session()
+        with pytest.raises(KeyboardInterrupt):
+            chat.generate(ids, **call(ids, 30), prompt_lookup_num_tokens=3, stopping_criteria=[interrupt])
+        assert chat.keep_interrupted() == chat.sequences.shape[1] - 1
+
     def test_a_finished_turn_is_known_already(self, llama, tokens):
         store, ids = make_store(llama()), tokens(30)
         chat = store.session()

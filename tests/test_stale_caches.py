@@ -138,6 +138,15 @@ class TestWhatGoesOnFromTheCache:
         cache = stale_cache(llama(), tokens)
         assert logits(llama(), tokens(3), cache, position_ids=torch.arange(90, 93)[None]).isfinite().all()
 
+    @MODELS
+    def test_a_right_padded_batch(self, name, tokens):
+        """transformers warns of it, and goes on with the positions that it counts."""
+        model, ids = family_called(name).build("eager"), torch.cat([tokens(21, seed=1), tokens(21, seed=2)])
+        mask = torch.ones_like(ids)
+        mask[0, -6:] = 0
+        cache = PagedCache(model.config, block_size=16)
+        assert answer(model, ids, cache, attention_mask=mask).equal(answer(model, ids, None, attention_mask=mask))
+
     def test_a_model_that_begins_every_pass_at_position_0(self, tokens):
         """Bamba does where it is given none, with any cache."""
         model = family_called("Bamba").build("hf_paged")
