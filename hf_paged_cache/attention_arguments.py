@@ -39,6 +39,8 @@ WITHOUT_EFFECT = {
     "use_cache": "the keys and values that come here are those of the cache already",
     "logits_to_keep": "for the model's head",
     "seq_idx": "for recurrent layers; the mask has packed sequences",
+    "tokenizer": "for the stop strings of `generate`",
+    "assistant_tokenizer": "for the drafts of `generate`",
 }
 
 _KNOWN = HONOURED | WITHOUT_EFFECT.keys()

@@ -8,7 +8,6 @@ from hf_paged_kernels import StepMetadata
 from hf_paged_cache.hot import Moves
 from hf_paged_cache.table_state import TableState
 
-
 NO_MOVES = Moves([], [], [])
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from hf_paged_cache.errors import CacheStateError, InvalidArgumentError, other_batch_size
+from hf_paged_cache.lazy import has_numbers
 from hf_paged_cache.mask_request import MaskRequest, prompt_without_new_tokens
 from hf_paged_cache.tables import BlockTable
 
@@ -173,4 +174,4 @@ def _stale_cache(what: str, num_tokens: int) -> CacheStateError:
 
 def _is_readable(tensor: torch.Tensor, num_new: int) -> bool:
     """Whether a mask or positions may be looked at: in decode steps an accelerator would have to be waited for."""
-    return num_new > 1 or tensor.device.type == "cpu"
+    return (num_new > 1 or tensor.device.type == "cpu") and has_numbers(tensor)

@@ -191,7 +191,8 @@ def test_states_of_hybrid_layers_are_repeated_whatever_the_default_device() -> N
     layer = LinearAttentionLayer()
     layer.update_recurrent_state(torch.tensor([[1.0], [2.0]]))
     with torch.device("meta"):
-        unpaged.repeat([layer], 2)
+        (change,) = unpaged.repeated([layer], 2)
+    vars(layer).update(change.attributes)
     assert layer.recurrent_states[0].flatten().tolist() == [1, 1, 2, 2]
 
 
