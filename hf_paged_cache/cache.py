@@ -452,7 +452,8 @@ class PagedCache(FormerNames, ReachedStates):
         if self.last_state_idx < 0:
             return False
         last = max(idx for idx, layer in enumerate(self.layers) if isinstance(layer, LinearAttentionCacheLayerMixin))
-        return self.last_state_idx < last or self._request is not None
+        has_reached_blocks = self._request is None or not self._groups
+        return self.last_state_idx < last or not has_reached_blocks
 
     def _unreached_layers(self) -> list[int]:
         """Layers that have no tokens at all, while the first forward pass has given some to layers before them.

@@ -38,10 +38,10 @@ class MaskRequest(NamedTuple):
         """Whether the positions were passed to the model, as `generate` does. Some models that are given none begin at
         0 in every pass, whatever cache they have."""
         frame, outermost = self.forward, self.position_ids
-        while frame is not None:
-            if "position_ids" in frame.f_locals:
+        while frame is not None and not _runs(frame, "generate"):  # around which other modules may run
+            if _runs(frame, "forward") and "position_ids" in frame.f_locals:
                 outermost = frame.f_locals["position_ids"]
-            frame = _find(frame.f_back, "forward")
+            frame = frame.f_back
         return outermost is not None
 
     @property
@@ -102,11 +102,16 @@ def prompt_without_new_tokens(request: MaskRequest, cache: Any) -> int | None:
 def _find(frame: FrameType | None, name: str, max_frames: int = sys.maxsize) -> FrameType | None:
     """The nearest frame of a function of that name, from `frame` outwards."""
     while frame is not None and max_frames > 0:
-        called = frame.f_code.co_name
-        if name in called and (called == name or called.startswith(f"torch_dynamo_resume_in_{name}_at_")):
+        if _runs(frame, name):
             return frame
         frame, max_frames = frame.f_back, max_frames - 1
     return None
+
+
+def _runs(frame: FrameType, name: str) -> bool:
+    """Whether a frame is of a function of that name, or of a part of it that was compiled."""
+    called = frame.f_code.co_name
+    return name in called and (called == name or called.startswith(f"torch_dynamo_resume_in_{name}_at_"))
 
 
 def _is_tensor(value: Any, ndim: int) -> bool:

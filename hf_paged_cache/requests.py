@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hf_paged_cache.errors import InvalidArgumentError
 from hf_paged_cache.extra_keys import keys_of_rows, spans_of
 from hf_paged_cache.image_inputs import Beside, inputs_after, inputs_beside_tokens
 from hf_paged_cache.options import generate_options
@@ -88,6 +89,8 @@ def read_request(
     Raises:
         InvalidArgumentError: an argument has no meaning.
     """
+    if "content_key" in inputs:
+        raise InvalidArgumentError("content_key= is extra_key=, which takes a key for each image too")
     if attention_mask is None:
         ends, pads = generate_options(model, inputs).ends_and_pads
         attention_mask = inferred_mask(input_ids, pads, ends)

@@ -75,6 +75,18 @@ def test_a_forward_pass_by_hand_under_positions_of_another_prompt(llama: Models,
         logits(llama(), tokens(5), cache, position_ids=torch.arange(5)[None])
 
 
+def test_generate_inside_of_another_module(llama: Models, tokens: Tokens) -> None:
+    """Its arguments are not those of the model."""
+    model = llama()
+
+    class Policy(torch.nn.Module):
+        def forward(self, ids: Tensor, cache: PagedCache, position_ids: Tensor | None = None) -> Tensor:
+            return answer(model, ids, cache)
+
+    with pytest.raises(CacheStateError, match="but the cache holds 47 tokens"):
+        Policy()(tokens(40), stale_cache(model, tokens))
+
+
 def test_a_stale_row_of_a_padded_batch(llama: Models, prompts: Callable[..., dict[str, Tensor]]) -> None:
     model, prompt = llama(), prompts(5, 30)
     cache = PagedCache(model.config, block_size=16)

@@ -714,6 +714,12 @@ def test_what_holds_blocks_of_a_store_cannot_be_copied(llama, copying):
             copying(thing)
 
 
+def test_the_former_name_of_a_key_is_refused(llama):
+    """It would be taken for an input of the model that changes nothing."""
+    with pytest.raises(InvalidArgumentError, match="extra_key="):
+        make_store(llama()).cache_for(torch.ones(1, 9, dtype=torch.long), content_key="an image")
+
+
 def test_a_cache_of_a_store_is_not_pickled(llama):
     store, ids = make_store(llama()), words(1, 20)
     cache = store.cache_for(ids)
