@@ -127,5 +127,20 @@ def generate_options(model: Any, given: Mapping[str, Any]) -> GenerateOptions:
     return GenerateOptions(model._prepare_generation_config(config, **attributes)[0], given)
 
 
+def refuse_unknown(model: Any, given: Mapping[str, Any]) -> None:
+    """Checks the names of arguments of `model.generate(**given)`, by the model's own rule.
+
+    Raises:
+        InvalidArgumentError: neither `generate` nor the model takes one.
+    """
+    if given.get("custom_generate") is not None:  # which may take anything
+        return
+    of_model = {name: given[name] for name in given.keys() - _ATTRIBUTES - _ARGUMENTS - {"adapter_names"}}
+    try:
+        model._validate_model_kwargs(of_model)
+    except ValueError as error:
+        raise InvalidArgumentError(str(error)) from error
+
+
 def _token_ids(tokens: int | list[int] | None) -> list[int]:
     return [] if tokens is None else list(tokens) if isinstance(tokens, list | tuple) else [tokens]

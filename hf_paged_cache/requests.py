@@ -9,7 +9,7 @@ import torch
 from hf_paged_cache.errors import InvalidArgumentError
 from hf_paged_cache.extra_keys import keys_of_rows, spans_of
 from hf_paged_cache.image_inputs import Beside, inputs_after, inputs_beside_tokens
-from hf_paged_cache.options import generate_options
+from hf_paged_cache.options import generate_options, refuse_unknown
 from hf_paged_cache.prompts import Prompts, inferred_mask, read_prompts
 from hf_paged_cache.resumable import counts_columns, placeholders
 
@@ -97,6 +97,12 @@ def read_request(
     prompts = read_prompts(input_ids, attention_mask)
     tokens = placeholders(model.config)
     beside = inputs_beside_tokens(inputs, input_ids, tokens)
+    # Tensors and images are weighed as inputs, whoever takes them. Anything else would be passed over.
+    weighed = {*beside.images, *beside.others}
+    refuse_unknown(
+        model,
+        {name: it for name, it in inputs.items() if name not in weighed and not isinstance(it, torch.Tensor)},
+    )
     keys = keys_of_rows(extra_key, len(prompts.rows))
     spans = [
         spans_of(row, key, tokens, names_whole=bool(beside.others)) if len(row) else ()

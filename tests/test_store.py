@@ -720,6 +720,12 @@ def test_the_former_name_of_a_key_is_refused(llama):
         make_store(llama()).cache_for(torch.ones(1, 9, dtype=torch.long), content_key="an image")
 
 
+def test_an_argument_that_nobody_takes_is_refused(llama):
+    """A mistyped salt would let users share what is known."""
+    with pytest.raises(InvalidArgumentError, match="slat"):
+        make_store(llama()).cache_for(torch.ones(1, 9, dtype=torch.long), slat="user 17")
+
+
 def test_a_cache_of_a_store_is_not_pickled(llama):
     store, ids = make_store(llama()), words(1, 20)
     cache = store.cache_for(ids)
