@@ -9,7 +9,7 @@ from hf_paged_kernels import StepMetadata
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_paged_cache.errors import CacheStateError, UnsupportedError
-from hf_paged_cache.pool import LayerPool
+from hf_paged_cache.layer_pool import LayerPool
 from hf_paged_cache.tables import BlockTable
 
 logger = logging.getLogger(__name__)

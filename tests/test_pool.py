@@ -12,7 +12,8 @@ from hf_paged_cache.budget import MemoryBudget
 from hf_paged_cache.codecs import Codec, Geometry, RawCodec, make_codec
 from hf_paged_cache.errors import InvalidArgumentError, OutOfBlocks
 from hf_paged_cache.hot import Moves
-from hf_paged_cache.pool import GROWTH, GroupPool, LayerPool
+from hf_paged_cache.layer_pool import LayerPool
+from hf_paged_cache.pool import GROWTH, GroupPool
 from hf_paged_cache.tables import BlockTable
 from tests.small_tables import extend
 
