@@ -131,10 +131,10 @@ class Session(InProcess):
         ```
 
         Returns:
-            Tokens of all rows that are known now.
+            Tokens of all rows that are known now; 0 if nothing was computed.
 
         Raises:
-            CacheStateError: the turn has computed nothing, or the model has changed since.
+            CacheStateError: there is no turn, or the model has changed since.
         """
         if self.cache is None or self.sequences is None:
             raise CacheStateError("there is no turn to keep: `generate` has not begun, or the session was closed")
