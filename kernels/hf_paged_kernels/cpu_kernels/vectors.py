@@ -230,7 +230,8 @@ def make_widen(
         read: what reads a vector of numbers: `float_of_int8s`, `float_of_e4m3s`, `float_of_bfloats`, `float_of_halves`.
         num_vectors: vectors of a row.
         scale_unit: what a scale has to be multiplied by before numbers are multiplied by it; `None` for no scales.
-        has_offsets: whether each row has the same numbers added once it is scaled.
+        has_offsets: whether rows have the same numbers added once they are scaled, save those whose scale has its sign
+            bit set, which counts for nothing else.
 
     Args of `widen`:
         rows: address.
@@ -247,16 +248,24 @@ def make_widen(
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             rows, stride, scales, offsets, count, out, out_stride = args
-            added = [float_of_bfloats(builder, offsets, vector) for vector in range(num_vectors * has_offsets)]
+            added = [
+                builder.bitcast(float_of_bfloats(builder, offsets, vector), INTEGERS)
+                for vector in range(num_vectors * has_offsets)
+            ]
             with cgutils.for_range(builder, count) as loop:
                 row, target = builder.add(rows, builder.mul(loop.index, stride)), builder.mul(loop.index, out_stride)
                 if scale_unit is not None:
                     scale = _bfloat(builder, scales, loop.index)
+                    if has_offsets:
+                        bits = builder.bitcast(scale, I32)
+                        is_added = _splat(builder, builder.not_(builder.ashr(bits, I32(31))))
+                        scale = builder.bitcast(builder.and_(bits, I32(0x7FFFFFFF)), FLOAT)
                     scale = _splat(builder, builder.fmul(scale, FLOAT(scale_unit)))
                 for vector in range(num_vectors):
                     numbers = read(builder, row, vector)
                     if has_offsets:
-                        numbers = _fused(builder, numbers, scale, added[vector])
+                        summand = builder.and_(added[vector], is_added)
+                        numbers = _fused(builder, numbers, scale, builder.bitcast(summand, VECTOR))
                     elif scale_unit is not None:
                         numbers = builder.fmul(numbers, scale)
                     _store(builder, numbers, out, builder.add(target, I64(vector * LANES)))
