@@ -94,8 +94,7 @@ def test_offsets_are_the_same_bit_for_bit(backend: str, code_dtype: torch.dtype,
 def test_a_first_key_that_alone_stands_out_costs_the_others_of_its_block_nothing(
     backend: str, code_dtype: torch.dtype
 ) -> None:
-    """As an attention sink does. The scores of ordinary keys, and of those that do stand out, are as near as codes of
-    the keys themselves make them."""
+    """As an attention sink does: they are read as closely as without offsets, and so is the first key."""
     pytest.importorskip(BACKENDS.get(backend, "torch"))
     count, dim = 128, 64
     generator = torch.Generator().manual_seed(0)
