@@ -26,7 +26,7 @@ class KVQuant:
         key_coverage, value_coverage: part of the range of a group, in its middle, that the codes cover.
         hot_window: newest tokens that stay exact, at least; what follows the last full block comes on top.
         sink: first tokens of each row that stay exact, rounded up to whole blocks.
-        key_offset: under `"int8"` and `"fp8"`, whether codes of keys say what is left without the offset of their
+        key_offset: under `"int8"` and `"fp8"`, whether codes of keys may say what is left without the offset of their
             block: its first key in the channels that stand out there. On unless it is `False`: without it, keys of
             models that have a large bias in a few channels (Qwen2) are read too coarsely.
         rotate_keys, rotate_values: multiply keys (and queries) or values by a Hadamard matrix before they are

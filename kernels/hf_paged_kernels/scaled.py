@@ -1,7 +1,8 @@
 """Blocks of 8-bit codes with a scale for each token and head: `int8` and `fp8`.
 
     x  =  code * scale                      scale bfloat16;  int8: max |x| / 127,  fp8: at least max |x| / 448
-    x  =  code * scale + offset             keys; offset bfloat16, one for each channel of a block
+    x  =  code * |scale| + offset           keys; offset bfloat16, one for each channel of a block
+    x  =  code * |scale|                    keys whose scale has its sign bit set
 
 Floating-point codes lie the closer the smaller they are, in steps that repeat with each factor of 2. Which scale rounds
 a token best depends on all its values, so `fp8` tries some over a factor of 2 and takes the one of the least squared
@@ -11,6 +12,10 @@ Some models (Qwen2) add a bias to keys that is hundreds of times larger than the
 a token's steps are as coarse as those channels need. So a block keeps an offset, and its codes say what is left without
 it. The offset is that of the block's first key in the channels where it stands out, and 0 in the others. It depends on
 that token alone, and with it the codes of the block: rows that share tokens share codes.
+
+The first key may be the only one that stands out, as an attention sink does. So a key is coded as it is if the offset
+would make its largest magnitude larger, and the sign bit of its scale says so: scales are never negative. Where the
+offset is 0 both magnitudes are the same, and no sign bit is set.
 """
 
 from dataclasses import dataclass
@@ -42,10 +47,11 @@ class ScaledBlocks(Blocks):
 
     Attributes:
         key, value: codes as int8, `[num_kv_heads, num_blocks, block_size, dim]`; of fp8 their bits.
-        key_scale, value_scale: bfloat16 `[num_kv_heads, num_blocks, block_size]`
+        key_scale, value_scale: bfloat16 `[num_kv_heads, num_blocks, block_size]`; the sign bit of a key's, where there
+            are offsets, says that its codes are those of the key itself.
         code_dtype: int8 or float8_e4m3fn.
         dtype: the model's.
-        key_offset: bfloat16 `[num_kv_heads, num_blocks, key_dim]`, what every key of a block has besides; `None` for
+        key_offset: bfloat16 `[num_kv_heads, num_blocks, key_dim]`, what the keys of a block have besides; `None` for
             codes of the keys themselves.
     """
 
@@ -69,24 +75,28 @@ class ScaledBlocks(Blocks):
     def read_blocks(self, part: Part, block_ids: torch.Tensor) -> torch.Tensor:
         planes = (getattr(self, part), getattr(self, f"{part}_scale"))
         codes, scale = (plane.index_select(1, block_ids) for plane in planes)
-        states = codes.view(self.code_dtype).float() * scale.float()[..., None]
+        states = codes.view(self.code_dtype).float() * scale.float().abs()[..., None]
         if part == "key" and self.key_offset is not None:
-            states += self.key_offset.index_select(1, block_ids).float()[:, :, None]
+            offset, is_added = self.key_offset.index_select(1, block_ids).float(), ~scale.signbit()
+            states.addcmul_(is_added.float()[..., None], offset[:, :, None])
         return in_model_dtype(states, self.dtype)
 
     def write(self, part: Part, states: torch.Tensor, index: TokenIndex) -> None:
         """Quantizes and stores tokens `[batch, num_kv_heads, tokens, dim]` at `index`.
 
-        The first key of a block sets its offset. Keys without it among them are stored with the offset that their block
+        The first key of a block sets its offset. Keys without it among them are stored by the offset that their block
         has.
         """
         states, rows = states.reshape(-1, states.shape[-1]), index.rows
         if index.stored is not None:
             states, rows = states.index_select(0, index.stored), rows.index_select(0, index.stored)
+        is_plain = None
         if part == "key" and self.key_offset is not None:
-            states = states.float() - self._offsets(states, rows)
+            states, is_plain = without_offset(states.float(), self._offsets(states, rows))
         plane, scales = getattr(self, part), getattr(self, f"{part}_scale")
         codes, scale = quantized(states, self.code_dtype)
+        if is_plain is not None:
+            scale = torch.where(is_plain, -scale, scale)
         plane.view(-1, plane.shape[-1]).index_copy_(0, rows, codes.view(torch.int8))
         scales.view(-1).index_copy_(0, rows, scale)
 
@@ -113,6 +123,16 @@ def outlying(states: torch.Tensor) -> torch.Tensor:
     stands_out &= bits >> 23 & 0xFF < LARGEST_OFFSET_EXPONENT
     rounded = (bits + 0x8000) & -0x10000
     return torch.where(stands_out, rounded, 0).view(torch.float32)
+
+
+def without_offset(keys: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What keys `[n, dim]` are quantized as under offsets `[n, dim]`, and which of them are so as they are, bool `[n]`.
+
+    Of two equal maxima the offset wins, and so it does for NaN.
+    """
+    shifted = keys - offset
+    is_plain = keys.abs().amax(-1) < shifted.abs().amax(-1)
+    return torch.where(is_plain[:, None], keys, shifted), is_plain
 
 
 def quantized(states: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

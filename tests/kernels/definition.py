@@ -23,7 +23,9 @@ LARGEST_CODE = {"int8": 127.0, "fp8": 448.0}
 def with_offset(keys: np.ndarray, first_key: np.ndarray, name: str) -> np.ndarray:
     """What keys `[..., tokens, dim]` of a block that begins with `first_key` `[..., 1, dim]` read as."""
     offset = outlying(first_key)
-    return token_wise(single(keys - offset), name) + offset
+    shifted = single(keys - offset)
+    is_plain = np.abs(keys).max(-1, keepdims=True) < np.abs(shifted).max(-1, keepdims=True)
+    return np.where(is_plain, token_wise(keys, name), token_wise(shifted, name) + offset)
 
 
 def outlying(states: np.ndarray) -> np.ndarray:

@@ -54,13 +54,17 @@ def test_codes_with_a_scale_for_each_token(dtype: torch.dtype, dim: int, has_off
     count = len(scales) * -(-len(codes) // dim)
     states = codes.repeat(count * dim // len(codes) + 1)[: count * dim].view(count, dim)
     scales = scales.repeat_interleave(count // len(scales))
+    if has_offsets:  # the sign bit says that there is no offset, of a scale of 0 too
+        states, scales = states.repeat(2, 1), torch.cat([scales, -scales])
+        count *= 2
     offsets = torch.linspace(-300, 5, dim).bfloat16()
     rows, width = room_for(count, dim)
     bits, added = 8 if dtype == torch.int8 else 0, offsets.data_ptr() if has_offsets else 0
     tiles.decode_scaled(states.data_ptr(), scales.data_ptr(), added, bits, rows.data_ptr(), dim, width, count)
-    expected = states.float() * scales.float()[:, None]
+    expected = states.float() * scales.float().abs()[:, None]
     if not has_offsets:
         assert_same_bits(rows, expected)
         return
-    torch.testing.assert_close(rows[:, :dim], expected + offsets.float(), rtol=2**-23, atol=1e-4, equal_nan=True)
+    expected = torch.where(scales.signbit()[:, None], expected, expected + offsets.float())
+    torch.testing.assert_close(rows[:, :dim], expected, rtol=2**-23, atol=1e-4, equal_nan=True)
     assert (rows[:, dim:] == 0).all()

@@ -60,6 +60,9 @@ def test_offsets_are_the_same_bit_for_bit(backend: str, code_dtype: torch.dtype,
     key = torch.randn(3, heads, 150, dim, generator=generator)
     key[..., 1::7] += 100.0
     key[:, 1, ::32, 0], key[0, 0, 96, 2], key[0, 1, 112, 1] = 50.0, math.nan, math.inf
+    key[0, :, 35:40] = 0.0  # whose scales are 0, with the sign bit of keys without the offset
+    key[0, :, 49:64, 1::7] -= 100.0
+    key[0, 0, 50, 0], key[0, 0, 51, 0] = math.nan, -math.inf
     key = key.to(dtype)
     tables = torch.randperm(num_blocks - 1, generator=generator)[:30].view(3, 10) + 1
     tokens = torch.arange(150)
@@ -78,5 +81,39 @@ def test_offsets_are_the_same_bit_for_bit(backend: str, code_dtype: torch.dtype,
             write_kv(blocks, states, states.flip(1), step_with(slots[:, columns].tolist(), 16), backend=writer)
         written.append(blocks)
     assert bool((written[0].key_offset == 100).any())
+    signs = [blocks.key_scale.signbit() & ~blocks.key_scale.isnan() for blocks in written]
+    assert torch.equal(*signs)
+    assert bool((signs[0] & (written[0].key_scale == 0)).any())
+    assert not bool(written[1].value_scale.signbit().any())
     for plane, expected in zip(written[1].planes, written[0].planes, strict=True):
         torch.testing.assert_close(plane, expected, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("code_dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+def test_a_first_key_that_alone_stands_out_costs_the_others_of_its_block_nothing(
+    backend: str, code_dtype: torch.dtype
+) -> None:
+    """As an attention sink does: they are read as closely as without offsets, and so is the first key."""
+    pytest.importorskip(BACKENDS.get(backend, "torch"))
+    count, dim = 128, 64
+    generator = torch.Generator().manual_seed(0)
+    key = torch.randn(1, 2, count, dim, generator=generator)
+    key[:, :, ::64, 3] += 30.0
+    step = step_with([list(range(64, 64 + count))], 64)
+    errors = []
+    for has_offset in (True, False):
+        blocks = ScaledBlocks(
+            *(torch.zeros(2, 3, 64, dim, dtype=torch.int8) for _ in range(2)),
+            *(torch.zeros(2, 3, 64, dtype=torch.bfloat16) for _ in range(2)),
+            code_dtype,
+            torch.float32,
+            torch.zeros(2, 3, dim, dtype=torch.bfloat16) if has_offset else None,
+        )
+        on_device(write_kv)(blocks, key, key, step, backend=backend)
+        read = blocks.read_blocks("key", torch.tensor([1, 2])).view(2, count, dim)
+        squares = (read - key[0]).square().view(2, 2, 64, dim)
+        errors.append((squares[:, :, 1:].mean(), squares[:, :, 0].mean()))
+    (others, first), (others_without, first_without) = errors
+    assert others <= 1.01 * others_without
+    assert first <= first_without

@@ -199,8 +199,8 @@ def float_of_e4m3(code):
 
 @njit(**FLAGS)
 def decode_scaled(codes, scales, offsets, bits, target, dim, width, count):
-    """8-bit codes with a scale for each token, and an offset for each channel unless the address of those is 0, see
-    `hf_paged_kernels.scaled`."""
+    """8-bit codes with a scale for each token, and an offset for each channel unless the address of those is 0 or the
+    scale has its sign bit set, see `hf_paged_kernels.scaled`."""
     if dim < LANES:
         for token in range(count):
             decode_codes(codes + token * dim, scales + token * 2, offsets, bits, target + token * width * 4, dim)
@@ -218,11 +218,13 @@ def decode_scaled(codes, scales, offsets, bits, target, dim, width, count):
 @njit(**FLAGS)
 def decode_codes(codes, scale, offsets, bits, target, dim):
     """The `dim` codes of a token, one by one."""
-    wide = bfloat_at(scale, 0)
+    bits_of_scale = np.int32(carray(pointer(scale), (1,), np.uint16)[0])
+    is_plain = bits_of_scale >= 0x8000
+    wide = float_of_bits((bits_of_scale & np.int32(0x7FFF)) << np.int32(16))
     patterns, out = carray(pointer(codes), (dim,), np.uint8), floats(target, dim)
     for i in range(dim):
         out[i] = (np.float32(np.int8(patterns[i])) if bits == 8 else float_of_e4m3(patterns[i])) * wide
-    if offsets != 0:
+    if offsets != 0 and not is_plain:
         for i in range(dim):
             out[i] += bfloat_at(offsets, i)
 

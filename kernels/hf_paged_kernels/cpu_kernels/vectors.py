@@ -230,7 +230,8 @@ def make_widen(
         read: what reads a vector of numbers: `float_of_int8s`, `float_of_e4m3s`, `float_of_bfloats`, `float_of_halves`.
         num_vectors: vectors of a row.
         scale_unit: what a scale has to be multiplied by before numbers are multiplied by it; `None` for no scales.
-        has_offsets: whether each row has the same numbers added once it is scaled.
+        has_offsets: whether rows have the same numbers added once they are scaled, save those whose scale has its sign
+            bit set, which counts for nothing else.
 
     Args of `widen`:
         rows: address.
@@ -248,18 +249,32 @@ def make_widen(
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             rows, stride, scales, offsets, count, out, out_stride = args
             added = [float_of_bfloats(builder, offsets, vector) for vector in range(num_vectors * has_offsets)]
-            with cgutils.for_range(builder, count) as loop:
-                row, target = builder.add(rows, builder.mul(loop.index, stride)), builder.mul(loop.index, out_stride)
-                if scale_unit is not None:
-                    scale = _bfloat(builder, scales, loop.index)
-                    scale = _splat(builder, builder.fmul(scale, FLOAT(scale_unit)))
+
+            def widen_row(row: Any, target: Any, scale: Any, has_offset: bool) -> None:
                 for vector in range(num_vectors):
                     numbers = read(builder, row, vector)
-                    if has_offsets:
+                    if has_offset:
                         numbers = _fused(builder, numbers, scale, added[vector])
-                    elif scale_unit is not None:
+                    elif scale is not None:
                         numbers = builder.fmul(numbers, scale)
                     _store(builder, numbers, out, builder.add(target, I64(vector * LANES)))
+
+            with cgutils.for_range(builder, count) as loop:
+                row, target = builder.add(rows, builder.mul(loop.index, stride)), builder.mul(loop.index, out_stride)
+                number = scale = None
+                if scale_unit is not None:
+                    number = _bfloat(builder, scales, loop.index)
+                    scale = _splat(builder, builder.fmul(number, FLOAT(scale_unit)))
+                if not has_offsets:
+                    widen_row(row, target, scale, False)
+                else:
+                    # Few tokens are without the offset, so that a branch costs the others less than a mask does.
+                    has_sign = builder.icmp_signed("<", builder.bitcast(number, I32), I32(0))
+                    with builder.if_else(has_sign, likely=False) as (plain, shifted):
+                        with plain:
+                            widen_row(row, target, builder.fneg(scale), False)
+                        with shifted:
+                            widen_row(row, target, scale, True)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), generate

@@ -105,17 +105,34 @@ def store_tokens(call, part, row, kv_head, first, last, numbers, offsets, best, 
             continue
         size = bytes_of(part.dtype)
         copy_rows(part.source + offset * size, part.dtype, part.dim * size, numbers, part.dim, part.dim, 1)
+        sign = np.uint16(0)
         if part.offset != 0:
             block = slot // call.block_size
             if block != current_block:
                 load_offset(call, part, row, kv_head, token, slot, offsets)
                 current_block = block
-            states, added = floats(numbers, part.dim), floats(offsets, part.dim)
-            for i in range(part.dim):
-                states[i] -= added[i]
+            sign = take_offset(numbers, offsets, part.dim)
         codes_of_token = part.target + place * part.dim
         scales = carray(pointer(part.scale), (place + 1,), np.uint16)
-        scales[place] = quantize(numbers, codes_of_token, best, part.dim, call.bits, call.factors, call.num_factors)
+        scale = quantize(numbers, codes_of_token, best, part.dim, call.bits, call.factors, call.num_factors)
+        scales[place] = scale | sign
+
+
+@njit(**EXACT_FLAGS)
+def take_offset(numbers, offsets, dim):
+    """Subtracts an offset from the numbers of a token unless that makes the largest magnitude larger, and returns the
+    sign bit of the token's scale, as `hf_paged_kernels.scaled.without_offset`."""
+    states, added = floats(numbers, dim), floats(offsets, dim)
+    # As bits magnitudes have the order of the numbers, and NaN is the largest.
+    largest = largest_shifted = np.int32(0)
+    for i in range(dim):
+        largest = max(largest, bits_of_float(states[i]) & np.int32(0x7FFFFFFF))
+        largest_shifted = max(largest_shifted, bits_of_float(states[i] - added[i]) & np.int32(0x7FFFFFFF))
+    if float_of_bits(largest) < float_of_bits(largest_shifted):
+        return np.uint16(0x8000)
+    for i in range(dim):
+        states[i] -= added[i]
+    return np.uint16(0)
 
 
 @njit(**EXACT_FLAGS)

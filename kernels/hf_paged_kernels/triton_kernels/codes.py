@@ -2,8 +2,8 @@
 
 8-bit codes that have a scale for each token stay codes: `number / unit`, exact in 16 bits, with the scales applied to
 scores and weights by the caller, and so is the offset of a block's keys: its product with the query is the same for all
-of them. Codes in groups become `(code + zero) * scale`, rounded to the model's dtype as `GroupedBlocks.read_blocks`
-does. Folding their scales into query and weights instead would save under a tenth of the
+that have it. Codes in groups become `(code + zero) * scale`, rounded to the model's dtype as
+`GroupedBlocks.read_blocks` does. Folding their scales into query and weights instead would save under a tenth of the
 loop's instructions, since a tile has as many keys as a program has rows or few more, and would round twice.
 
 Bytes hold several channels (`hf_paged_kernels.grouped`): unpacked, they are runs of neighbouring channels, one after
@@ -105,6 +105,28 @@ def outlying(states, DIM: tl.constexpr, WIDTH: tl.constexpr):
     threshold = OUTLIER_FACTOR * (median << MEDIAN_SHIFT).to(tl.float32, bitcast=True)
     stands_out = (tl.abs(states) >= threshold[:, None]) & ((bits >> 23 & 0xFF) < LARGEST_OFFSET_EXPONENT)
     return tl.where(stands_out, (bits + 0x8000) & -0x10000, 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def without_offset(states, offset):
+    """As `hf_paged_kernels.scaled.without_offset`, of float32 `[tokens, dims]`."""
+    shifted = states - offset
+    is_plain = largest_magnitude(states) < largest_magnitude(shifted)
+    return tl.where(is_plain[:, None], states, shifted), is_plain
+
+
+@triton.jit
+def largest_magnitude(states):
+    """The largest magnitude of each token, NaN if there is one."""
+    # As bits magnitudes have the order of the numbers, and NaN is the largest.
+    return tl.max(states.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def with_sign(scale, is_negative):
+    """Scales that are not negative with a sign bit, of 0 too."""
+    bits = scale.to(tl.float32).to(tl.int32, bitcast=True) | (is_negative.to(tl.int32) << 31)
+    return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
 
 
 @triton.jit

@@ -24,12 +24,12 @@ def scaled(scores, scale_log2, SOFTCAP: tl.constexpr, shift=None):
     """Raw products as scores in units of log2.
 
     `scale_log2`, one number or one for each key, comes from `score_factor`: the scale times log2(e), with a softcap
-    2 * scale / softcap * log2(e). `shift`, if any, is added once they are multiplied by it: one number for each row.
+    2 * scale / softcap * log2(e). `shift`, if any, is added once they are multiplied by it.
     `softcap * tanh(x)` is computed as `softcap * (1 - 2 / (1 + exp(2 x)))`, which saturates instead of overflowing.
     """
     scores = scores * scale_log2
     if shift is not None:
-        scores = scores + shift[:, None]
+        scores = scores + shift
     if SOFTCAP > 0.0:
         scores = (SOFTCAP * LOG2_E) * (1.0 - 2.0 / (1.0 + tl.exp2(scores)))
     return scores

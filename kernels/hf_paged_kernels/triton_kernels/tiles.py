@@ -255,11 +255,13 @@ def attend_tiles(
             products = tl.dot(query_rest, operand(key, DTYPE, FORMAT), products, input_precision="ieee")
         if IS_SCALED:
             key_scale = load_scale(scales[0] + slot, offsets, readable, MASKED)
-            factor = (key_scale * (scale_log2 * FORMAT[1]))[None, :]
+            factor = (tl.abs(key_scale) * (scale_log2 * FORMAT[1]))[None, :]
             if FORMAT[2]:
                 offset_ptr = scales[2] + block_id.to(tl.int64) * KEY_DIM
                 shift = products_with(query, query_rest, offset_ptr, KEY) * scale_log2
-                scores = scaled(products, factor, SOFTCAP, shift)
+                # A sign bit says that the key is without the offset: of 0 too, which no comparison of numbers finds.
+                is_plain = key_scale.to(tl.int32, bitcast=True) < 0
+                scores = scaled(products, factor, SOFTCAP, tl.where(is_plain[None, :], 0.0, shift[:, None]))
             else:
                 scores = scaled(products, factor, SOFTCAP)
         else:

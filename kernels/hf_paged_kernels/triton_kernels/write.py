@@ -10,7 +10,7 @@ import triton.language as tl
 from hf_paged_kernels.grouped import HotColdBlocks
 from hf_paged_kernels.layout import Blocks
 from hf_paged_kernels.step import StepMetadata, upload
-from hf_paged_kernels.triton_kernels.codes import outlying, scaled_codes
+from hf_paged_kernels.triton_kernels.codes import outlying, scaled_codes, with_sign, without_offset
 from hf_paged_kernels.triton_kernels.device import device_guard, with_dense_dims
 from hf_paged_kernels.triton_kernels.formats import format_of, planes_of
 from hf_paged_kernels.write import quantize_new_blocks
@@ -39,8 +39,8 @@ def store_tokens(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Stores `[tokens, DIM]` of one head in its slots, as they are or as 8-bit codes of what is left without the offset
-    of the block."""
+    """Stores `[tokens, DIM]` of one head in its slots, as they are or as 8-bit codes, see
+    `hf_paged_kernels.scaled`."""
     dims = tl.arange(0, WIDTH)
     inside = stored[:, None] & (dims < DIM)[None, :]
     sources = batch.to(tl.int64) * strides[0] + kv_head.to(tl.int64) * strides[1] + token.to(tl.int64) * strides[2]
@@ -62,8 +62,12 @@ def store_tokens(
             known = tl.load(offsets_ptr + block_offsets, mask=inside & (token < place)[:, None], other=0.0)
             offset = outlying(first_keys.to(tl.float32), DIM, WIDTH)
             tl.store(offsets_ptr + block_offsets, offset.to(tl.bfloat16), mask=inside & (place == 0)[:, None])
-            states -= tl.where(is_new[:, None], offset, known.to(tl.float32))
-        states, scale = scaled_codes(states, FORMAT)
+            offset = tl.where(is_new[:, None], offset, known.to(tl.float32))
+            states, is_plain = without_offset(states, offset)
+            states, scale = scaled_codes(states, FORMAT)
+            scale = with_sign(scale, is_plain)
+        else:
+            states, scale = scaled_codes(states, FORMAT)
         tl.store(scales_ptr + targets, scale, mask=stored)
     tl.store(blocks_ptr + (targets * DIM)[:, None] + dims[None, :], states, mask=inside)
 
