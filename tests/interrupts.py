@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -40,13 +41,16 @@ def interrupted_at(line: int, call: Callable[[], Any]) -> bool:
 
     before = sys.gettrace()
     sys.settrace(trace)
+    is_interrupted = False
     try:
         call()
     except KeyboardInterrupt:
-        return True
+        is_interrupted = True
     finally:
         sys.settrace(before)
-    return False
+    if is_interrupted:
+        gc.collect()  # a fork that was half-way made may be in a cycle with the error's frames
+    return is_interrupted
 
 
 class FailingOperation(TorchDispatchMode):

@@ -127,9 +127,18 @@ def finite_part(value):
 
     A product makes NaN of a weight of 0 times NaN. So NaN reaches the rows that see the token by its score.
     """
-    is_finite = tl.abs(value) < float("inf")
-    has_others = tl.max((is_finite == 0).to(tl.int32), 1) > 0
-    return tl.where(is_finite, value, 0.0), tl.where(has_others, float("nan"), 0.0)
+    # NaN and infinity are the numbers whose exponent has all bits set.
+    if value.dtype == tl.float32:
+        exponent = value.to(tl.int32, bitcast=True) & 0x7F800000
+        is_other = exponent == 0x7F800000
+    elif value.dtype == tl.bfloat16:
+        exponent = value.to(tl.int16, bitcast=True) & 0x7F80
+        is_other = exponent == 0x7F80
+    else:
+        exponent = value.to(tl.int16, bitcast=True) & 0x7C00
+        is_other = exponent == 0x7C00
+    has_others = tl.max(is_other.to(tl.int32), 1) > 0
+    return tl.where(is_other, 0.0, value), tl.where(has_others, float("nan"), 0.0)
 
 
 @triton.jit
