@@ -49,7 +49,7 @@ def interrupted_at(line: int, call: Callable[[], Any]) -> bool:
     finally:
         sys.settrace(before)
     if is_interrupted:
-        gc.collect()  # a fork that was half-way made may be in a cycle with the error's frames
+        gc.collect(1)  # a fork that was half-way made may be in a cycle with the error's frames
     return is_interrupted
 
 

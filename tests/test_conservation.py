@@ -123,9 +123,10 @@ class Conservation(RuleBasedStateMachine):
         before, columns = self.state(cache), (table.num_columns, table.first_kept_column)
         came = interrupted_at(line, lambda: self.extend(table, num_rows, num_new, None, keep_past))
         self.recover()
-        if came:
+        if came and table.num_columns == columns[0]:
             assert self.state(cache) == before
-        else:
+        else:  # it has happened, also if Ctrl-C came behind the point of no return
+            assert table.num_columns == columns[0] + num_new
             table.commit(table.cropped(*columns))
 
     @precondition(lambda self: self.started)
