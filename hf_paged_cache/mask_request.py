@@ -13,9 +13,8 @@ import torch
 
 from hf_paged_cache.library_names import MASK_ARGUMENTS, MASK_POSITIONS, MASK_VARIABLE, PREFILL
 
-_MAX_FRAMES = (
-    8  # the cache's own methods, those of an `EncoderDecoderCache` around it, and wrappers of PyTorch's compiler
-)
+# The cache's own methods, those of an `EncoderDecoderCache` around it, and wrappers of PyTorch's compiler.
+_MAX_FRAMES = 8
 
 
 class MaskRequest(NamedTuple):

@@ -106,7 +106,7 @@ class GenerateOptions(NamedTuple):
         self.for_own_cache()
         defaults = self.config._get_default_generation_params()
         return {
-            **{name: value for name, value in self.given.items() if name not in _ATTRIBUTES | _ARGUMENTS},
+            **_for_model(self.given),
             **{name: defaults.get(name) for name in _ATTRIBUTES},
             **{name: getattr(self.config, name) for name in _OF_PROMPTS},
             "max_length": None,
@@ -135,11 +135,17 @@ def refuse_unknown(model: Any, given: Mapping[str, Any]) -> None:
     """
     if given.get("custom_generate") is not None:  # which may take anything
         return
-    of_model = {name: given[name] for name in given.keys() - _ATTRIBUTES - _ARGUMENTS - {"adapter_names"}}
+    for_model = _for_model(given)
+    for_model.pop("adapter_names", None)
     try:
-        model._validate_model_kwargs(of_model)
+        model._validate_model_kwargs(for_model)
     except ValueError as error:
         raise InvalidArgumentError(str(error)) from error
+
+
+def _for_model(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call that are neither options nor arguments of `generate` itself."""
+    return {name: value for name, value in given.items() if name not in _ATTRIBUTES | _ARGUMENTS}
 
 
 def _token_ids(tokens: int | list[int] | None) -> list[int]:

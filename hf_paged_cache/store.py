@@ -107,7 +107,7 @@ class BlockStore(InProcess):
     ) -> PagedCache:
         """A cache that begins with what is known of a batch of prompts.
 
-        `generate` goes on from one column in all rows, so the cache ends where the row ends of which least is known.
+        `generate` goes on from one column in all rows. The shortest cached prefix in the batch decides.
 
         Args:
             input_ids: `[batch, tokens]`, the whole prompts, as `generate` is going to get them.
