@@ -22,9 +22,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from hf_paged_cache import BlockStore, PagedCache, PagedCacheError, small_models
+from hf_paged_cache import BlockStore, PagedCache, PagedCacheError
+from hf_paged_cache.demo import small_models
 from hf_paged_cache.prefill import CACHE_ARGUMENT
-from hf_paged_cache.session import Session
+from hf_paged_cache.prefix.session import Session
 
 TURNS = ("What is a page table?", "Who uses it?", "Why is it kept in memory?")
 QUESTIONS = ("Where are the clocks?", "Who keeps the room of the looms?", "When does the room of the maps open?")

@@ -6,7 +6,6 @@ Importing the package makes the attention implementation `"hf_paged"` known to t
 from importlib import import_module
 from types import ModuleType
 
-from hf_paged_cache.attention import ATTENTION_NAME
 from hf_paged_cache.cache import PagedCache
 from hf_paged_cache.codecs import CODECS, KVQuant
 from hf_paged_cache.errors import (
@@ -19,10 +18,11 @@ from hf_paged_cache.errors import (
     UnsupportedAccessError,
     UnsupportedError,
 )
+from hf_paged_cache.hf.attention import ATTENTION_NAME
 from hf_paged_cache.prefill import prefill
+from hf_paged_cache.prefix.store import BlockStore
+from hf_paged_cache.prefix.store_stats import KnownRun, StoreStats
 from hf_paged_cache.stats import CacheStats
-from hf_paged_cache.store import BlockStore
-from hf_paged_cache.store_stats import KnownRun, StoreStats
 
 __all__ = [
     "ATTENTION_NAME",
@@ -48,5 +48,5 @@ __all__ = [
 
 def __getattr__(name: str) -> ModuleType:
     if name == "small_models":  # not imported before it is asked for: it needs what loading models needs
-        return import_module("hf_paged_cache.small_models")
+        return import_module("hf_paged_cache.demo.small_models")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=None)

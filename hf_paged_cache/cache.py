@@ -12,26 +12,26 @@ from hf_paged_kernels import Backend
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
-from hf_paged_cache import unpaged
 from hf_paged_cache.arguments import is_integer, parse_bytes
-from hf_paged_cache.attention import ATTENTION_NAME
-from hf_paged_cache.budget import MemoryBudget
+from hf_paged_cache.blocks.tables import BlockTable
 from hf_paged_cache.codecs import KVQuant, LayerCodecs
-from hf_paged_cache.config_layers import GroupFactory, paged_layers
 from hf_paged_cache.errors import CacheStateError, CropError, InvalidArgumentError, UnsupportedError
-from hf_paged_cache.former_names import FormerNames
 from hf_paged_cache.groups import LayerGroup, unfinished_pass
-from hf_paged_cache.layers import PagedLayer
-from hf_paged_cache.lazy import as_dense
+from hf_paged_cache.hf import unpaged
+from hf_paged_cache.hf.attention import ATTENTION_NAME
+from hf_paged_cache.hf.config import GroupFactory, paged_layers
+from hf_paged_cache.hf.former_names import FormerNames
+from hf_paged_cache.hf.layers import PagedLayer
+from hf_paged_cache.hf.lazy import as_dense
+from hf_paged_cache.hf.library_names import ASSISTED_DECODING
+from hf_paged_cache.hf.mask_request import MaskRequest, current_mask_request
+from hf_paged_cache.hf.padding import Announcement, check_request
+from hf_paged_cache.hf.reached_states import ReachedStates
+from hf_paged_cache.hf.tracing import untraced
 from hf_paged_cache.ledger import Change
-from hf_paged_cache.library_names import ASSISTED_DECODING
-from hf_paged_cache.mask_request import MaskRequest, current_mask_request
-from hf_paged_cache.origin import Origin
-from hf_paged_cache.padding import Announcement, check_request
-from hf_paged_cache.reached_states import ReachedStates
+from hf_paged_cache.memory.budget import MemoryBudget
+from hf_paged_cache.provenance import Origin
 from hf_paged_cache.stats import CacheStats, collect, format_bytes
-from hf_paged_cache.tables import BlockTable
-from hf_paged_cache.tracing import untraced
 
 
 class PagedCache(FormerNames, ReachedStates):

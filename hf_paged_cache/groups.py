@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from hf_paged_kernels import StepMetadata
 
+from hf_paged_cache.blocks.exact import Pairs
+from hf_paged_cache.blocks.table_state import TableState
+from hf_paged_cache.blocks.tables import BlockTable
 from hf_paged_cache.errors import CacheStateError, InvalidArgumentError, OutOfBlocks, other_batch_size
-from hf_paged_cache.hot import Pairs
 from hf_paged_cache.ledger import Change
-from hf_paged_cache.pool import GroupPool
-from hf_paged_cache.table_state import TableState
-from hf_paged_cache.tables import BlockTable
+from hf_paged_cache.memory.group_pool import GroupPool
 
 
 def _atomic(method: Callable) -> Callable:

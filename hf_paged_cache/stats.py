@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_paged_cache.budget import MemoryBudget
+from hf_paged_cache.blocks.tables import BlockTable
 from hf_paged_cache.groups import LayerGroup
-from hf_paged_cache.origin import Origin
-from hf_paged_cache.tables import BlockTable
+from hf_paged_cache.memory.budget import MemoryBudget
+from hf_paged_cache.provenance import Origin
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_paged_cache.codecs import Codec
-from tests.families import randomize
 from tests.kernels.hostile import poison
-from tests.memory import Memory
+from tests.support.families import randomize
+from tests.support.memory import Memory
 
 # One thread for each of several test processes: more than there are cores would wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:

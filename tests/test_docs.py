@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import T5Config, T5ForConditionalGeneration
 
-from tests.word_models import vocabulary_ids, word_llama, word_tokenizer
+from tests.support.word_models import vocabulary_ids, word_llama, word_tokenizer
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from hf_paged_cache import small_models
-from tests.word_models import word_llama, word_tokenizer
+from hf_paged_cache.demo import small_models
+from tests.support.word_models import word_llama, word_tokenizer
 
 FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.ipynb"))

@@ -13,9 +13,9 @@ from transformers import GenerationConfig, GenerationMixin, MptConfig, PreTraine
 
 from hf_paged_cache import BlockStore, InvalidArgumentError, PagedCache, prefill
 from hf_paged_cache.options import _ARGUMENTS, _ATTRIBUTES, _OF_PROMPTS, generate_options
-from tests.compat import generate
-from tests.families import family_called
-from tests.stores import make_store
+from tests.support.compat import generate
+from tests.support.families import family_called
+from tests.support.stores import make_store
 
 Models = Callable[..., PreTrainedModel]
 Tokens = Callable[..., Tensor]

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from eval.card.settings import Settings
-from hf_paged_cache import small_models
+from hf_paged_cache.demo import small_models
 
 
 def load(settings: Settings, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -9,14 +9,14 @@ from hf_paged_cache import CODECS
 
 # What runs on a card where there is one.
 TESTS = (
-    "tests/kernels/test_triton_write.py",
-    "tests/kernels/test_triton_shared.py",
-    "tests/kernels/test_triton_attention.py",
-    "tests/kernels/test_triton_quantized.py",
-    "tests/kernels/test_block_mass.py",
+    "tests/kernels/triton/test_write.py",
+    "tests/kernels/triton/test_shared.py",
+    "tests/kernels/triton/test_attention.py",
+    "tests/kernels/triton/test_quantized.py",
+    "tests/kernels/test_block_scores.py",
     "tests/kernels/test_quantized_write.py",
     "tests/eval/test_kernels.py",
-    "tests/test_on_device.py",
+    "tests/models/test_on_device.py",
 )
 
 
@@ -120,7 +120,7 @@ DRY_RUN = Settings(
         "max_position_embeddings": 512,
     },
     dtype="float32",
-    tests=("tests/kernels/test_triton_write.py",),
+    tests=("tests/kernels/triton/test_write.py",),
     heads=((2, 1, 16),),
     dtypes=("float32",),
     formats=("raw", "int8", "int4"),

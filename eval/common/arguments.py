@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_paged_cache import PagedCacheError, small_models
+from hf_paged_cache import PagedCacheError
+from hf_paged_cache.demo import small_models
 
 
 def positive(text: str) -> int:

@@ -11,9 +11,9 @@ from functools import partial
 
 import torch
 import triton
-from hf_paged_kernels.triton_kernels import paged_attention
-from hf_paged_kernels.triton_kernels.device import architecture
-from hf_paged_kernels.triton_kernels.launch import MAX_DIM, Launch, Phase, select
+from hf_paged_kernels.triton import paged_attention
+from hf_paged_kernels.triton.device import architecture
+from hf_paged_kernels.triton.launch import MAX_DIM, Launch, Phase, select
 
 from eval.common.timing import interleave, median_ratio
 from eval.kernels.problems import Heads, Problem, Shape, checked_round

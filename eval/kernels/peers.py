@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from hf_paged_kernels import Backend, paged_attention, write_kv
-from hf_paged_kernels.dispatch import choose
+from hf_paged_kernels.api import choose
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from eval.kernels.problems import BLOCK_SIZE, Problem
@@ -96,7 +96,7 @@ def _paged_refusal(backend: Backend, problem: Problem) -> str | None:
     except ValueError as error:
         return str(error)
     if backend == "triton":
-        from hf_paged_kernels.triton_kernels import unsupported_reason
+        from hf_paged_kernels.triton import unsupported_reason
 
         return unsupported_reason(problem.query, problem.layers[0])
     return None

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 import triton
 from hf_paged_kernels import Blocks, GroupedBlocks, HotColdBlocks, KVBlocks, StepMetadata
-from hf_paged_kernels.triton_kernels import attention, block_mass, copy_blocks, write_kv
-from hf_paged_kernels.triton_kernels.launch import LAUNCHES, Launch, archs, rows_of_program, select
+from hf_paged_kernels.triton import attention, block_mass, copy_blocks, write_kv
+from hf_paged_kernels.triton.launch import LAUNCHES, Launch, archs, rows_of_program, select
 from tabulate import tabulate
 
 from eval.kernels.compiled import SHARED_LIMIT, TARGETS, Compiled, compiling_for
@@ -35,7 +35,7 @@ CODECS = ("int8", "int4", "kivi2", "fp8", "k8v4", "k4v2")
 INTRODUCTION = """\
 # The Triton kernels, compiled
 
-What the compiler makes of each row of the launch table (`kernels/hf_paged_kernels/triton_kernels/launch.py`), with no
+What the compiler makes of each row of the launch table (`kernels/hf_paged_kernels/triton/launch.py`), with no
 GPU at hand: 4 heads a KV head, or as many as fill the program in rows that are there for large groups; blocks of 64
 tokens. Decode: one query, keys in splits, or four where the rows of a program are to be full. Extend: 64 fresh tokens
 beside 960 in blocks. "all features": window, softcap, sinks, a 2-D mask. "bytes a token": what the main loop asks of

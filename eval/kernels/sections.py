@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from hf_paged_kernels.dispatch import choose
+from hf_paged_kernels.api import choose
 
 from eval.common.timing import interleave, median_ratio
 from eval.kernels.peers import Contender
@@ -162,7 +162,7 @@ def _fastest(times: Times) -> list[float] | None:
 
 def _triton_calls(num_splits: int | None, problem: Problem) -> list[Call]:
     """Calls of the Triton kernels; a number of splits forbids shared reads."""
-    from hf_paged_kernels import triton_kernels
+    from hf_paged_kernels import triton as triton_kernels
 
     attend = partial(triton_kernels.paged_attention, step=problem.step, scale=problem.scale, num_splits=num_splits)
     return [partial(attend, problem.query, blocks) for blocks in problem.layers]
@@ -170,9 +170,9 @@ def _triton_calls(num_splits: int | None, problem: Problem) -> list[Call]:
 
 def _shares_reads(problem: Problem) -> bool:
     """Whether the Triton kernels read the shared prompt of a problem once."""
-    from hf_paged_kernels.triton_kernels.device import architecture
-    from hf_paged_kernels.triton_kernels.launch import select
-    from hf_paged_kernels.triton_kernels.shared import find_shared_runs
+    from hf_paged_kernels.triton.device import architecture
+    from hf_paged_kernels.triton.launch import select
+    from hf_paged_kernels.triton.shared import find_shared_runs
 
     heads, bits = problem.shape.heads, 8 * problem.shape.dtype.itemsize
     sequences = select(architecture(problem.device), "decode", heads.head_dim, bits).rows // heads.group

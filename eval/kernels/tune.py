@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from hf_paged_kernels.dispatch import choose
+from hf_paged_kernels.api import choose
 from tqdm import tqdm
 
 from eval.common.arguments import add_chosen, add_quick, parser_of, positive, positives

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_paged_cache.prefix import TOKEN_BYTES, PrefixIndex, PrefixNode
+from hf_paged_cache.prefix.tree import TOKEN_BYTES, PrefixIndex, PrefixNode
 
 BLOCK_SIZE = 64
 VOCABULARY = 49152

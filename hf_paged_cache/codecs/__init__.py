@@ -4,6 +4,7 @@ from typing import get_args
 
 from hf_paged_kernels import Backend
 
+from hf_paged_cache.blocks.exact import HotPolicy
 from hf_paged_cache.codecs.base import Codec, Geometry
 from hf_paged_cache.codecs.grouped import GroupedCodec
 from hf_paged_cache.codecs.quant import PRESETS, KVQuant
@@ -11,7 +12,6 @@ from hf_paged_cache.codecs.raw import RawCodec
 from hf_paged_cache.codecs.rotated import RotatedCodec
 from hf_paged_cache.codecs.scaled import Fp8Codec, Int8Codec, ScaledCodec
 from hf_paged_cache.errors import InvalidArgumentError
-from hf_paged_cache.hot import HotPolicy
 
 _SCALED: dict[str, type[ScaledCodec]] = {"int8": Int8Codec, "fp8": Fp8Codec}
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from hf_paged_kernels import Backend, Blocks, StepMetadata, paged_attention, read_columns, write_kv
 
-from hf_paged_cache.hot import HotPolicy
+from hf_paged_cache.blocks.exact import HotPolicy
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 import torch
 from hf_paged_kernels import Backend, GroupedBlocks
 
+from hf_paged_cache.blocks.exact import HotPolicy
 from hf_paged_cache.codecs.base import Codec, Geometry
 from hf_paged_cache.codecs.quant import KVQuant
 from hf_paged_cache.errors import UnsupportedError
-from hf_paged_cache.hot import HotPolicy
 
 
 class GroupedCodec(Codec):

@@ -3,14 +3,14 @@
 The package knows blocks, steps and tensors; it imports neither transformers nor `hf_paged_cache`.
 """
 
-from hf_paged_kernels.dispatch import Backend, block_mass, copy_blocks, paged_attention, write_kv
-from hf_paged_kernels.grouped import GroupedBlocks, HotColdBlocks
-from hf_paged_kernels.layout import Blocks, KVBlocks, TokenIndex, gather_tokens
-from hf_paged_kernels.reading import read_columns
-from hf_paged_kernels.reference import dense_attention
-from hf_paged_kernels.scaled import ScaledBlocks
+from hf_paged_kernels.api import Backend, block_mass, copy_blocks, paged_attention, write_kv
+from hf_paged_kernels.formats.blocks import Blocks, KVBlocks, TokenIndex, gather_tokens
+from hf_paged_kernels.formats.grouped import GroupedBlocks, HotColdBlocks
+from hf_paged_kernels.formats.scaled import ScaledBlocks
 from hf_paged_kernels.step import DeviceStep, StepMetadata
-from hf_paged_kernels.write import seal_blocks, thaw_blocks
+from hf_paged_kernels.torch.reading import read_columns
+from hf_paged_kernels.torch.reference import dense_attention
+from hf_paged_kernels.torch.write import seal_blocks, thaw_blocks
 
 __all__ = [
     "Backend",

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from hf_paged_kernels.layout import Blocks, TokenIndex
+from hf_paged_kernels.formats.blocks import Blocks, TokenIndex
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from eval.quality.caches import CACHES, CacheKind, missing_requirement, quantized_tokens
-from tests.word_models import letter_tokenizer, word_llama
+from tests.support.word_models import letter_tokenizer, word_llama
 
 try:
     importlib.metadata.version("lm_eval")

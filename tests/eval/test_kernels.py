@@ -35,7 +35,7 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def shares_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shared reads however little they save."""
     pytest.importorskip("triton")
-    from hf_paged_kernels.triton_kernels import plan, shared
+    from hf_paged_kernels.triton import plan, shared
 
     find = partial(shared.find_shared_runs, min_saved_tokens=0)
     monkeypatch.setattr(plan, "find_shared_runs", find)
@@ -300,7 +300,7 @@ def tune_search(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_tuning_prints_rows_of_the_table(tune_search, capsys):
-    from hf_paged_kernels.triton_kernels.launch import Launch
+    from hf_paged_kernels.triton.launch import Launch
 
     assert tune.main(["--quick", "--dims=32,64", "--bits=16", "--repeats=1"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eval.common import variants
 from eval.prefix import command, index, sections, tables
-from tests.word_models import letter_tokenizer, word_llama
+from tests.support.word_models import letter_tokenizer, word_llama
 
 POSITIONS = 512
 SIZES = {

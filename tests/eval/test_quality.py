@@ -27,7 +27,7 @@ from eval.quality.likelihood import likelihood_row, make_windows
 from eval.quality.reader import Reader, kept_attention
 from eval.quality.retrieval import Haystack, Prompt, passkey_prompts, passkey_row, recall_prompts, recall_row
 from eval.quality.text import Text, encode
-from tests.word_models import letter_tokenizer, word_llama
+from tests.support.word_models import letter_tokenizer, word_llama
 
 POSITIONS = 1024
 TEXT = Text("a story", " ".join(f"On day {day} the cat saw {day * day} mice." for day in range(200)))

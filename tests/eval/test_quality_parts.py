@@ -15,7 +15,7 @@ from eval.quality.journal import Journal, JournalError
 from eval.quality.likelihood import make_windows
 from eval.quality.retrieval import Haystack, passkey_prompts
 from eval.quality.text import Text, TextError, encode, windows
-from tests.word_models import letter_tokenizer
+from tests.support.word_models import letter_tokenizer
 
 TEXT = Text("a story", " ".join(f"On day {day} the cat saw {day * day} mice." for day in range(200)))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hf_paged_kernels import dispatch
+from hf_paged_kernels import api as dispatch
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -14,7 +14,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import numpy as np
 import torch
 from hf_paged_kernels import KVBlocks, StepMetadata
-from hf_paged_kernels.triton_kernels import paged_attention, plan, write_kv
+from hf_paged_kernels.triton import paged_attention, plan, write_kv
 
 from eval.kernels.compiled import counting_variants
 

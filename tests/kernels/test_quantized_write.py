@@ -10,7 +10,7 @@ from hf_paged_kernels import ScaledBlocks, write_kv
 
 from tests.kernels.definition import hard_inputs
 from tests.kernels.device import on_device
-from tests.kernels.test_write import step_with
+from tests.kernels.torch.test_write import step_with
 
 BACKENDS = {"triton": "triton", "cpu": "numba"}
 

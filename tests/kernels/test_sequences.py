@@ -7,11 +7,11 @@ import pytest
 import torch
 from hf_paged_kernels import copy_blocks, paged_attention, write_kv
 
-from hf_paged_cache.blocks import BlockAllocator
-from hf_paged_cache.tables import BlockTable
+from hf_paged_cache.blocks.allocator import BlockAllocator
+from hf_paged_cache.blocks.tables import BlockTable
 from tests.kernels import oracle
 from tests.kernels.hostile import POISONS, poisoned_blocks
-from tests.small_tables import extend
+from tests.support.small_tables import extend
 
 
 class Batch:

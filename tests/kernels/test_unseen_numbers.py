@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from hf_paged_kernels import dense_attention, paged_attention, scores
-from hf_paged_kernels.reference import _guarded_sdpa, _sdpa
-from hf_paged_kernels.scores import _seen_products, weighted_values
+from hf_paged_kernels import dense_attention, paged_attention
+from hf_paged_kernels.torch import scores
+from hf_paged_kernels.torch.reference import _guarded_sdpa, _sdpa
+from hf_paged_kernels.torch.scores import _seen_products, weighted_values
 
 from tests.kernels.cases import Case, lay_out, new_states, random_rows
 from tests.kernels.device import on_device

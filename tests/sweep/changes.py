@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests import family_configs
+from tests.support import family_configs
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 

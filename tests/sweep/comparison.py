@@ -15,7 +15,8 @@ import transformers as hf
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 
-from hf_paged_cache import ATTENTION_NAME, PagedCacheError, attention, lazy
+from hf_paged_cache import ATTENTION_NAME, PagedCacheError
+from hf_paged_cache.hf import attention, lazy
 from tests.sweep.runner import LENGTH, PIECES, STEPS, Runner, dynamic, paged, words
 from tests.sweep.tiny_configs import FIRST_WORD, PAD, VOCABULARY, tiny_config
 

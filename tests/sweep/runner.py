@@ -14,7 +14,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_paged_cache import PagedCache
-from tests.compat import CACHE_ARGUMENT
+from tests.support.compat import CACHE_ARGUMENT
 from tests.sweep.tiny_configs import FIRST_WORD, VOCABULARY
 
 LENGTH = 41

@@ -1,0 +1,1 @@
+"""Block ids, tables of rows, and which blocks a row reads exactly. Numbers only: no tensors, no bytes."""

@@ -1,0 +1,361 @@
+"""The blocks whose content a store knows: the prefix index over the pools of all layer groups."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hf_paged_cache.blocks.allocator import BlockAllocator, Clock
+from hf_paged_cache.groups import LayerGroup
+from hf_paged_cache.memory.group_pool import GroupPool
+from hf_paged_cache.prefix.prompts import Prompts
+from hf_paged_cache.prefix.saved_blocks import HeldBlocks, SavedBlocks
+from hf_paged_cache.prefix.store_file import StoreFile
+from hf_paged_cache.prefix.tree import Match, PrefixIndex, PrefixNode, tokens_of
+
+
+class _Kinds(NamedTuple):
+    """The kinds of blocks that a run of tokens has one of in a layer group.
+
+    Attributes:
+        block: its block.
+        hot: its hot block; `None` where a codec has none.
+        window: tokens that the layers look back; `None` for all.
+    """
+
+    block: int
+    hot: int | None
+    window: int | None
+
+
+class KnownBlocks:
+    """Keeps blocks when rows let go of them, and finds them again by their tokens.
+
+    Whoever calls a method holds the lock of the pools.
+
+    Args:
+        groups: the layer groups of an empty cache, whose pools hold the blocks.
+        block_size: tokens a block.
+
+    Attributes:
+        index: token runs and their blocks.
+    """
+
+    def __init__(self, groups: Sequence[LayerGroup], block_size: int) -> None:
+        self._block_size = block_size
+        self._pools: list[GroupPool] = []
+        self._groups: list[_Kinds] = []
+        for group in groups:
+            pools = [pool for pool in (group.pool, group.pool.hot) if pool is not None]
+            first = len(self._pools)
+            self._groups.append(_Kinds(first, first + 1 if len(pools) > 1 else None, group.table.window))
+            self._pools += pools
+        required = [kinds.block for kinds in self._groups if kinds.window is None]
+        self.index = PrefixIndex(block_size, len(self._pools), required)
+        self._saved: SavedBlocks | None = None
+        clock = Clock()
+        for kind, allocator in enumerate(self.allocators):
+            allocator.on_evict = _Forget(self, kind)
+            allocator.clock = clock
+
+    @property
+    def allocators(self) -> list[BlockAllocator]:
+        """Of each kind of block."""
+        return [pool.allocator for pool in self._pools]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the blocks that are known."""
+        return sum(pool.allocator.num_retained * pool.block_bytes for pool in self._pools)
+
+    def common_columns(
+        self, prompts: Prompts, matches: Sequence[Match], limit: int | None = None, *, in_memory: bool = False
+    ) -> int:
+        """The last column up to which all rows are known, and which cuts no image; the last one of the prompts left
+        out.
+
+        Args:
+            prompts: the prompts.
+            matches: what is known of each row; none for nothing.
+            limit: columns that it may be at most.
+            in_memory: leave out what would have to be read from a file first.
+        """
+        if not matches:
+            return 0
+        num_columns, wanted = prompts.num_columns - 1, None
+        num_columns = num_columns if limit is None else min(num_columns, limit)
+        while num_columns != wanted:
+            wanted = num_columns
+            for row, (match, pad) in enumerate(zip(matches, prompts.padding.tolist(), strict=True)):
+                if pad < num_columns:
+                    usable = self.usable_tokens(match, num_columns - pad, in_memory=in_memory)
+                    num_columns = pad + prompts.uncut(row, usable)
+        return num_columns if any(pad < num_columns for pad in prompts.padding.tolist()) else 0
+
+    def usable_tokens(self, match: Match, limit: int, *, in_memory: bool = False) -> int:
+        """The most tokens of a match, up to `limit`, after which every layer group has what a next token reads.
+
+        With `in_memory`, without what would have to be read from a file first.
+        """
+        length = min(match.num_tokens, limit)
+        while length > 0:
+            readable = min(self._readable_tokens(kinds, match.nodes, length, in_memory) for kinds in self._groups)
+            if readable == length:
+                return length
+            length = readable
+        return 0
+
+    def begin(
+        self, groups: Sequence[LayerGroup], matches: Sequence[Match], num_columns: int, padding: np.ndarray
+    ) -> None:
+        """Lets the groups of an empty cache begin with known blocks.
+
+        Args:
+            groups: of a cache on the same pools.
+            matches: of each row; `usable_tokens` allows its part of `num_columns`.
+            num_columns: columns that all rows have then.
+            padding: int32 `[num_rows]`, leading columns of each row that are not tokens, at most `num_columns`.
+
+        Raises:
+            OutOfBlocks: there is no room for what has to be read from a file. The cache is still empty.
+            StoreFileError: the model computes keys of another dtype or shape than the file has.
+        """
+        lengths = num_columns - padding
+        width = max(1, -(-int(lengths.max()) // self._block_size))
+        rows = [
+            match.nodes[: -(-length // self._block_size)]
+            for match, length in zip(matches, lengths.tolist(), strict=True)
+        ]
+        is_read = np.zeros((len(self._pools), len(rows), width), dtype=bool)
+        block = np.arange(width)[None]
+        for kinds, group in zip(self._groups, groups, strict=True):
+            first = np.array([self._first_block(kinds, length) for length in lengths.tolist()])
+            is_read[kinds.block] = (block >= first[:, None]) & (block * self._block_size < lengths[:, None])
+            if kinds.hot is not None:
+                is_read[kinds.hot] = is_read[kinds.block] & ~group.table.hot.are_cold(lengths, width)
+        with self._in_memory(rows, is_read):
+            tables = np.zeros(is_read.shape, dtype=np.int32)
+            for row, nodes in enumerate(rows):
+                if nodes:
+                    tables[:, row, : len(nodes)] = np.array([node.blocks for node in nodes]).T
+            tables[~is_read] = 0
+            changes = []
+            for kinds, group in zip(self._groups, groups, strict=True):
+                hot_ids = None if kinds.hot is None else tables[kinds.hot]
+                changes += group.adopted(num_columns, padding, tables[kinds.block], hot_ids)
+            ledger = self._pools[0].ledger
+            with ledger:
+                ledger.commit(changes)
+
+    def add(self, groups: Sequence[LayerGroup], row: int, root: PrefixNode, tokens: np.ndarray) -> None:
+        """Makes the blocks of a row known.
+
+        Full blocks under codecs that quantize whole ones get their codes. Where other blocks are known for the same
+        tokens the row holds those from now on, so that a run is never given up while one after it is held.
+
+        Args:
+            groups: of a cache on the same pools.
+            row: the row.
+            root: the tree to add to.
+            tokens: int `[n]`, the first tokens that the row holds.
+        """
+        num_runs, num_full = -(-len(tokens) // self._block_size), len(tokens) // self._block_size
+        blocks = np.zeros((len(self._pools), num_runs), dtype=np.int64)
+        for kinds, group in zip(self._groups, groups, strict=True):
+            held = group.table.block_ids[row, :num_runs]
+            blocks[kinds.block, : len(held)] = held
+            if kinds.hot is not None:
+                hot = group.table.hot
+                held = group.table.hot_ids[row, :num_runs]
+                blocks[kinds.hot, : len(held)] = held
+                self._seal(kinds, group, row, blocks[:, :num_full])
+                # Who goes on from here reads codes of these, as the row does.
+                is_cold = hot.are_cold(np.array([len(tokens)]), num_runs)[0]
+                blocks[kinds.hot, is_cold] = 0
+        added = self.index.insert(root, tokens, blocks)
+        self._forget(added.dropped)
+        for kind, block_id in added.taken:
+            self.allocators[kind].retain([block_id])
+        for kinds, group in zip(self._groups, groups, strict=True):
+            known = np.array([node.block_of(kinds.block) for node in added.nodes[:num_full]], dtype=np.int32)
+            own = blocks[kinds.block, :num_full]
+            others = np.flatnonzero((known != 0) & (own != 0) & (known != own))
+            if others.size:
+                group.exchange((np.full_like(others, row), others), known[others])
+
+    def let_go_of_past(self, groups: Sequence[LayerGroup]) -> None:
+        """Lets the rows of a cache give back what has left their windows, now that it is known."""
+        for group in groups:
+            group.restrict_to_window()
+
+    def _seal(self, kinds: _Kinds, group: LayerGroup, row: int, blocks: np.ndarray) -> None:
+        """Makes the codes of full blocks `[num_kinds, n]` of a row that are hot, where they are not known yet."""
+        known = [self.index.node_of(kinds.block, block_id) is not None for block_id in blocks[kinds.block].tolist()]
+        hot = np.flatnonzero((blocks[kinds.hot] != 0) & ~np.array(known, dtype=bool))
+        group.seal((np.full_like(hot, row), hot))
+
+    def attach(self, file: StoreFile, roots: Sequence[PrefixNode], device_of: Callable[[int], torch.device]) -> None:
+        """Makes known what a file has. Its blocks are read when they are first wanted.
+
+        Args:
+            file: the file, of the same model.
+            roots: an empty tree for each of its trees.
+            device_of: where the keys of a layer are, by its index.
+
+        Raises:
+            StoreFileError: the file has other planes than the codecs of the layers.
+        """
+        self._saved = SavedBlocks(file, self._pools, self._kinds_of_blocks(), device_of)
+        nodes: list[PrefixNode] = []
+        runs = file.runs
+        columns = (runs.parent.tolist(), runs.tree.tolist(), runs.num_tokens.tolist())
+        for run, (parent, tree, num_tokens) in enumerate(zip(*columns, strict=True)):
+            node = roots[tree] if parent < 0 else nodes[parent]
+            nodes.append(self.index.add_saved(node, runs.tokens[run, :num_tokens], run))
+
+    def detach(self) -> None:
+        """Lets go of the file, after all runs were forgotten."""
+        self._saved = None
+
+    def hold(self, roots: Sequence[PrefixNode]) -> HeldBlocks:
+        """Holds all blocks under some roots, so that they can be saved without the lock.
+
+        Raises:
+            StoreFileError: the model computes keys of another dtype or shape than the file has that blocks are in.
+        """
+        return HeldBlocks(self.index, roots, self._pools, self._kinds_of_blocks(), self._saved)
+
+    def names_under(self, roots: Iterable[PrefixNode]) -> set[int]:
+        """The numbers below zero that stand in the runs under some roots in the place of tokens."""
+        runs = b"".join(node.run for root in roots for node in self.index.runs_after(root))
+        tokens = tokens_of(runs)
+        return set(tokens[tokens < 0].tolist())
+
+    def is_held(self, node: PrefixNode) -> bool:
+        """Whether some row holds a block of a run."""
+        return any(
+            block_id and allocator.references(np.array(block_id)) > 0
+            for block_id, allocator in zip(node.blocks, self.allocators, strict=True)
+        )
+
+    def remove(self, node: PrefixNode) -> None:
+        """Forgets a run and all that follow it; of a root all that follow it."""
+        self._forget(self.index.remove(node))
+
+    def evict(self, num_bytes: int) -> int:
+        """Forgets what was let go of longest ago, of all layers, until so many bytes of blocks are free for others.
+
+        Returns:
+            Bytes that have become free; fewer than asked for if rows hold the rest.
+        """
+        before = self._free_bytes()
+        while (freed := self._free_bytes() - before) < num_bytes:
+            reusable = [allocator for allocator in self.allocators if allocator.num_reusable]
+            if not reusable:
+                break
+            min(reusable, key=lambda allocator: allocator.oldest).evict()
+        return freed
+
+    def _free_bytes(self) -> int:
+        return sum(pool.allocator.num_free * pool.block_bytes for pool in self._pools)
+
+    def _first_block(self, kinds: _Kinds, length: int) -> int:
+        """The first block that a token after `length` others reads in a group."""
+        return 0 if kinds.window is None else max(length - kinds.window + 1, 0) // self._block_size
+
+    def _readable_tokens(self, kinds: _Kinds, nodes: Sequence[PrefixNode], length: int, in_memory: bool) -> int:
+        """`length`, or how many tokens come before the last block that a group lacks for it."""
+        for block in range((length - 1) // self._block_size, self._first_block(kinds, length) - 1, -1):
+            if not self._has(kinds, nodes[block], in_memory):
+                return block * self._block_size
+        return length
+
+    def _has(self, kinds: _Kinds, node: PrefixNode, in_memory: bool) -> bool:
+        """Whether a group can read a run: by its block, or, as codes are made of full ones only, its hot block."""
+        is_readable = kinds.hot is None or node.num_tokens == self._block_size
+        is_readable = is_readable or self._is_known(kinds.hot, node, in_memory)
+        return is_readable and self._is_known(kinds.block, node, in_memory)
+
+    def _is_known(self, kind: int, node: PrefixNode, in_memory: bool) -> bool:
+        """Whether a run has a block of a kind, in memory or, unless only that counts, in the file."""
+        return node.block_of(kind) != 0 or (not in_memory and self._is_saved(kind, node))
+
+    @contextmanager
+    def _in_memory(self, rows: Sequence[Sequence[PrefixNode]], is_read: np.ndarray) -> Iterator[None]:
+        """Has blocks in memory, read from the file if need be, and holds them meanwhile.
+
+        Args:
+            rows: runs of each row.
+            is_read: bool `[kinds, num_rows, width]`, the blocks of them that are wanted, as far as they are known.
+
+        Raises:
+            OutOfBlocks: there is no room.
+        """
+        held: list[tuple[BlockAllocator, np.ndarray]] = []
+        try:
+            missing = []
+            # What is there is held first, so that room for the rest is not made by giving it up.
+            for kind, allocator in enumerate(self.allocators):
+                wanted = zip(rows, is_read[kind], strict=True)
+                nodes = dict.fromkeys(nodes[run] for nodes, read in wanted for run in np.flatnonzero(read).tolist())
+                present = np.array([node.block_of(kind) for node in nodes], dtype=np.int32)
+                allocator.acquire(present)
+                held.append((allocator, present))
+                missing.append([node for node in nodes if not node.block_of(kind) and self._is_saved(kind, node)])
+            if any(missing):
+                self._read_in(missing, held)
+            yield
+        finally:
+            for allocator, block_ids in held:
+                allocator.release(block_ids)
+
+    def _read_in(self, missing: Sequence[Sequence[PrefixNode]], held: list[tuple[BlockAllocator, np.ndarray]]) -> None:
+        """Reads the blocks of runs, for each kind those of `missing`, and adds them to what is held."""
+        self._saved.make_layers()
+        taken: dict[int, np.ndarray] = {}
+        for kind in reversed(range(len(self._pools))):  # hot blocks first, as where rows grow
+            if missing[kind]:
+                taken[kind] = self._pools[kind].allocate(len(missing[kind]))
+                held.append((self.allocators[kind], taken[kind]))
+        for kind, block_ids in taken.items():
+            self._saved.read(kind, missing[kind], block_ids)
+        # Known only now: after a failure they are free blocks.
+        for kind, block_ids in taken.items():
+            for node, block_id in zip(missing[kind], block_ids.tolist(), strict=True):
+                self.index.set_block(node, kind, block_id)
+            self.allocators[kind].retain(block_ids.tolist())
+
+    def _is_saved(self, kind: int, node: PrefixNode) -> bool:
+        """Whether a run has a block of a kind in the file."""
+        return self._saved is not None and self._saved.places(node)[kind] >= 0
+
+    def _kinds_of_blocks(self) -> list[tuple[int | None, bool]]:
+        """For each kind the window of its layers, and whether it is the hot one."""
+        return [
+            (kinds.window, is_hot)
+            for kinds in self._groups
+            for is_hot in ((False,) if kinds.hot is None else (False, True))
+        ]
+
+    def _forget(self, blocks: Sequence[tuple[int, int]]) -> None:
+        for kind, block_id in blocks:
+            self.allocators[kind].forget([block_id])
+
+
+class _Forget:
+    """What an allocator calls when it takes back a block.
+
+    It knows the index weakly, so that a store that is given up does not stay because of its pools.
+    """
+
+    def __init__(self, known: KnownBlocks, kind: int) -> None:
+        self._known = weakref.ref(known)
+        self._kind = kind
+
+    def __call__(self, block_id: int) -> None:
+        known = self._known()
+        if known is not None:
+            known._forget(known.index.remove_block(self._kind, block_id))

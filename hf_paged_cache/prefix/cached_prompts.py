@@ -1,0 +1,161 @@
+"""What a store knows, by model and salt: trees of tokens, and of the names that images have in the place of tokens."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hf_paged_cache.errors import OutOfBlocks
+from hf_paged_cache.groups import LayerGroup
+from hf_paged_cache.prefix.cached_blocks import KnownBlocks
+from hf_paged_cache.prefix.extra_keys import Name, Names, Spans, before_unknown, real_tokens
+from hf_paged_cache.prefix.identity import Identity, Namespace
+from hf_paged_cache.prefix.prompts import Prompts
+from hf_paged_cache.prefix.requests import Request
+from hf_paged_cache.prefix.saved_blocks import HeldBlocks
+from hf_paged_cache.prefix.store_file import StoreFile
+from hf_paged_cache.prefix.store_stats import KnownRun
+from hf_paged_cache.prefix.tree import Match, PrefixNode, tokens_of
+
+
+class HeldPrompts(NamedTuple):
+    """What one model has made known, held so that it can be saved.
+
+    Attributes:
+        blocks: its blocks.
+        salts: the salt of each tree.
+        names: what numbers below zero stand for.
+    """
+
+    blocks: HeldBlocks
+    salts: list[str | None]
+    names: Mapping[int, Name]
+
+
+class KnownPrompts:
+    """The prompts and answers that a store knows. Whoever calls a method holds the lock of the pools.
+
+    Args:
+        blocks: what keeps their blocks.
+
+    Attributes:
+        trees: the prefix tree of each namespace.
+        names: of what tokens stand for.
+    """
+
+    def __init__(self, blocks: KnownBlocks) -> None:
+        self.trees: dict[Namespace, PrefixNode] = {}
+        self.names = Names()
+        self._blocks = blocks
+
+    def match(self, namespace: Namespace, prompts: Prompts) -> list[Match]:
+        """What is known of each row of a batch."""
+        tree = self._tree(namespace)
+        named = (self.names.known(*row) for row in zip(prompts.rows, prompts.spans, strict=True))
+        return [self._blocks.index.match(tree, tokens) for tokens in named]
+
+    def begin(
+        self, groups: Sequence[LayerGroup], request: Request, matches: Sequence[Match]
+    ) -> tuple[int, np.ndarray, str]:
+        """Lets the groups of an empty cache begin with what is known of the prompts.
+
+        Returns:
+            How many columns that is; how many of them are padding in each row, int32 `[num_rows]`; and why it is not
+            more, in words, if something that is known is left out.
+        """
+        num_columns, why = self._columns(request, matches), ""
+        try:
+            padding = self._adopt(groups, request.prompts, matches, num_columns)
+        except OutOfBlocks:
+            why = "there is no room for what would have to be read from the file"
+            num_columns = self._columns(request, matches, in_memory=True)
+            padding = self._adopt(groups, request.prompts, matches, num_columns)
+        return num_columns, padding, why
+
+    def add(
+        self,
+        groups: Sequence[LayerGroup],
+        namespace: Namespace,
+        rows: Sequence[np.ndarray],
+        spans: Sequence[Spans],
+        placeholders: Sequence[int],
+    ) -> int:
+        """Makes rows of a cache known, each up to the first token of which it is not known what it stands for.
+
+        Args:
+            groups: of the cache.
+            namespace: under which they are found.
+            rows: int64 `[n]`, the first tokens that each row holds.
+            spans: of each row, what some of them stand for.
+            placeholders: tokens that always stand for something.
+
+        Returns:
+            Tokens of all rows that are known now.
+        """
+        tree, num_tokens = self._tree(namespace), 0
+        for row, (tokens, named_spans) in enumerate(zip(rows, spans, strict=True)):
+            named = self.names.learn(before_unknown(tokens, named_spans, placeholders), named_spans)
+            if len(named):
+                self._blocks.add(groups, row, tree, named)
+            num_tokens += len(named)
+        self._blocks.let_go_of_past(groups)
+        if self.names.may_be_unused:
+            self.names.keep(self._blocks.names_under(self.trees.values()))
+        return num_tokens
+
+    def runs(self) -> list[KnownRun]:
+        """What is known, block by block: a run of tokens comes after the one that it follows."""
+        runs: list[KnownRun] = []
+        for namespace, root in self.trees.items():
+            places: dict[PrefixNode | None, int | None] = {root: None}
+            for node in self._blocks.index.runs_after(root):
+                places[node] = len(runs)
+                tokens, keys = real_tokens(tokens_of(node.run), self.names)
+                is_held = self._blocks.is_held(node)
+                runs.append(KnownRun(tokens, places[node.parent], is_held, namespace.salt, keys))
+        return runs
+
+    def clear(self) -> None:
+        """Forgets everything. Blocks that caches hold stay theirs."""
+        for root in self.trees.values():
+            self._blocks.remove(root)
+        self.trees.clear()
+        self.names = Names()
+        self._blocks.detach()
+
+    def hold(self, identity: Identity) -> HeldPrompts:
+        """Holds what a model has made known."""
+        trees = {space: root for space, root in self.trees.items() if space.identity == identity}
+        used = self._blocks.names_under(trees.values())
+        names = {number: name for number, name in self.names.items() if number in used}
+        return HeldPrompts(self._blocks.hold(list(trees.values())), [space.salt for space in trees], names)
+
+    def attach(self, file: StoreFile, identity: Identity, device_of: Callable[[int], torch.device]) -> None:
+        """Makes known what a file of the model has, see `KnownBlocks.attach`."""
+        self.trees = {Namespace(identity, salt): self._blocks.index.new_root() for salt in file.salts}
+        self.names = Names(file.names.items())
+        self._blocks.attach(file, list(self.trees.values()), device_of)
+
+    def _columns(self, request: Request, matches: Sequence[Match], *, in_memory: bool = False) -> int:
+        """How many columns a cache is to begin with."""
+        num_known = self._blocks.common_columns(request.prompts, matches, in_memory=in_memory)
+        limit = request.columns_to_begin_with(num_known)
+        if limit == num_known:
+            return num_known
+        return self._blocks.common_columns(request.prompts, matches, limit, in_memory=in_memory)
+
+    def _adopt(
+        self, groups: Sequence[LayerGroup], prompts: Prompts, matches: Sequence[Match], num_columns: int
+    ) -> np.ndarray:
+        """Lets the groups begin with the first columns; how many of them are padding in each row."""
+        padding = np.minimum(prompts.padding, num_columns).astype(np.int32)
+        if num_columns:
+            self._blocks.begin(groups, matches, num_columns, padding)
+        return padding
+
+    def _tree(self, namespace: Namespace) -> PrefixNode:
+        if namespace not in self.trees:
+            self.trees = {known: root for known, root in self.trees.items() if root.children is not None}
+            self.trees[namespace] = self._blocks.index.new_root()
+        return self.trees[namespace]

@@ -1,0 +1,203 @@
+"""The Triton kernels over codes: attention is that over what the codes say."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hf_paged_kernels import Blocks, HotColdBlocks, StepMetadata
+
+from hf_paged_cache import PagedCache
+from hf_paged_cache.codecs import Geometry, KVQuant, make_codec
+from tests.kernels import oracle, quantized_cases
+from tests.kernels.cases import FEATURES, Case, lay_out, random_rows
+from tests.kernels.device import DEVICE, on_device
+from tests.kernels.hostile import poison_planes, poisoned_blocks
+from tests.kernels.quantized_cases import attend_quantized, check_quantized
+from tests.kernels.triton.test_attention import quick
+from tests.support.compat import generate
+
+triton_kernels = pytest.importorskip("hf_paged_kernels.triton")
+
+SCALED = {"int8": "int8", "fp8": "fp8"}
+GROUPED = {
+    "int4": KVQuant("int4"),
+    "k8v4": KVQuant("k8v4", value_group=16),
+    "k4v2": KVQuant("k4v2", key_group=8),
+    "kivi2": KVQuant("kivi2", key_group=32, value_group=8),
+}
+CODECS = SCALED | GROUPED
+
+
+def attention(query: torch.Tensor, blocks: Blocks, step: StepMetadata, **options: Any) -> Any:
+    """The Triton kernels, and no others."""
+    assert triton_kernels.unsupported_reason(query, blocks) is None
+    return on_device(triton_kernels.paged_attention)(query, blocks, step, **options)
+
+
+def with_one_run_of_codes(
+    case: Case, rows: list[oracle.Row], kv: str | KVQuant, poison: float = math.nan
+) -> tuple[Blocks, StepMetadata, list[oracle.Row]]:
+    """As `quantized_cases.quantized`, but the codes of a row are one run of blocks, as a cache has them.
+
+    The first row begins with codes, the second with an exact block, and so on; the newest full block is exact in each.
+    """
+    exact, step = lay_out(case, rows, poison)
+    heads, num_blocks, size, _ = exact.key.shape
+    geometry = Geometry.of(*(plane.transpose(0, 1) for plane in exact.planes))
+    cold = make_codec(kv).allocate(geometry, size, num_blocks)
+    poison_planes(cold)
+    hot = poisoned_blocks(num_blocks, heads, size, case.dims, exact.key.dtype, poison)
+    # Hot blocks have ids of their own.
+    hot_table = np.where(step.block_table > 0, num_blocks - 1 - step.block_table, -1).astype(np.int32)
+    codes_table = np.zeros_like(step.block_table)
+    for row, length in enumerate(case.lengths if case.new_from_blocks else case.past_lens):
+        run = slice(row % 2, max(length // size - 1, row % 2))
+        codes_table[row, run], hot_table[row, run] = step.block_table[row, run], -1
+    for block_id in codes_table[codes_table > 0].tolist():
+        cold.quantize(exact.key[:, [block_id]], exact.value[:, [block_id]], torch.tensor([block_id]))
+    for row, block in zip(*np.nonzero(hot_table >= 0), strict=True):
+        for plane, source in zip(hot.planes, exact.planes, strict=True):
+            plane[:, hot_table[row, block]] = source[:, step.block_table[row, block]]
+    with_hot = StepMetadata(
+        block_table=step.block_table,
+        hot_table=hot_table,
+        seq_lens=step.seq_lens,
+        padding=step.padding,
+        slots=step.slots,
+        num_columns=step.num_columns,
+        block_size=size,
+        new_tokens_stored=step.new_tokens_stored,
+    )
+    return HotColdBlocks(cold, hot), with_hot, quantized_cases._as_read(case, rows, cold, codes_table)
+
+
+@pytest.fixture(autouse=True)
+def codes_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    quantized = quantized_cases.quantized
+
+    def lay_out_codes(case: Case, rows: list[oracle.Row], kv: str | KVQuant) -> tuple[Any, ...]:
+        return (quantized if kv in SCALED.values() else with_one_run_of_codes)(case, rows, kv)
+
+    monkeypatch.setattr(quantized_cases, "quantized", lay_out_codes)
+
+
+codecs = pytest.mark.parametrize("kv", CODECS.values(), ids=CODECS)
+THREE = ("int8", "int4", "kivi2")
+three_codecs = pytest.mark.parametrize("kv", [CODECS[name] for name in THREE], ids=THREE)
+
+
+@codecs
+@pytest.mark.parametrize("query_length", quick([1, 9], 1))
+def test_codes_of_every_width(kv, query_length):
+    case = Case(lengths=(101, 70), heads=(6, 2), dims=(64, 64), block_size=32, query_length=query_length)
+    check_quantized(case, kv, attention=attention)
+    check_quantized(replace(case, new_from_blocks=True), kv, attention=attention)
+
+
+@codecs
+@pytest.mark.parametrize(
+    "dims", quick([(80, 80), (96, 96), (128, 128), (16, 48), (192, 128)], (80, 80), (16, 48)), ids=str
+)
+def test_key_and_value_widths(kv, dims):
+    check_quantized(Case(lengths=(70, 33), heads=(3, 1), dims=dims), kv, attention=attention)
+
+
+@pytest.mark.parametrize("key_bits", quick([2, 8], 2))
+@pytest.mark.parametrize("value_bits", [2, 8])
+@pytest.mark.parametrize(("key_group", "value_group"), [(16, 64), (64, 16), (8, 8)])
+def test_groups_of_any_size(key_bits, value_bits, key_group, value_group):
+    kv = KVQuant("int4", key_bits, value_bits, key_group, value_group)
+    check_quantized(Case(lengths=(200, 150), dims=(64, 64), block_size=64), kv, attention=attention)
+
+
+@three_codecs
+@pytest.mark.parametrize("block_size", quick([16, 32, 48, 128], 48))
+@pytest.mark.parametrize("num_splits", quick([1, 3], 3))
+def test_splits_and_block_sizes_have_no_influence(kv, block_size, num_splits):
+    lengths = (3 * block_size + 5, 2 * block_size, 3, 0)
+    case = Case(lengths=lengths, query_length=2, heads=(6, 2), dims=(32, 32), block_size=block_size, sinks=True)
+    check_quantized(case, kv, attention=partial(attention, num_splits=num_splits))
+
+
+@three_codecs
+@pytest.mark.parametrize("lengths", quick([(1,), (90, 64), (0, 70)], (90, 64), (0, 70)), ids=str)
+@pytest.mark.parametrize("query_length", [1, 9])
+@pytest.mark.parametrize("window", quick([1, 17, 40, 60], 40))
+@pytest.mark.parametrize("new_from_blocks", quick([False, True], True))
+def test_windows_and_rows_of_any_length(kv, lengths, query_length, window, new_from_blocks):
+    case = Case(lengths=lengths, query_length=query_length, window=window, new_from_blocks=new_from_blocks)
+    check_quantized(case, kv, attention=partial(attention, num_splits=2))
+
+
+@three_codecs
+@pytest.mark.parametrize("features", quick(FEATURES, FEATURES[-1]), ids=str)
+@pytest.mark.parametrize("query_length", [1, 9])
+def test_softcap_sinks_and_holes(kv, features, query_length):
+    case = Case(lengths=(90, 40, 3), query_length=query_length, window=60, heads=(6, 2), **features)
+    check_quantized(case, kv, attention=attention)
+
+
+@codecs
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("query_length", quick([1, 9], 1))
+def test_16_bit_error_is_a_few_roundings_of_the_largest_value(kv, dtype, query_length):
+    case = Case(lengths=(90, 41), query_length=query_length, heads=(6, 2), dims=(64, 64))
+    largest = max(float(row.value.abs().max()) for row in random_rows(case, dtype, torch.Generator().manual_seed(0)))
+    for out, lse, expected_out, expected_lse in attend_quantized(case, kv, dtype, attention):
+        assert out.dtype == dtype
+        assert float((out.double() - expected_out).abs().max()) <= 3 * torch.finfo(dtype).eps * largest
+        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", [CODECS["int8"], CODECS["int4"]], ids=["int8", "int4"])
+def test_offsets_beyond_32_bits(kv):
+    """A pool whose second head begins behind 2**31 bytes of codes, of which hardly any is ever touched."""
+    case = Case(lengths=(200, 130), heads=(4, 2), block_size=64)
+    rows = random_rows(case, torch.float16, torch.Generator().manual_seed(0))
+    query = torch.randn(2, 4, 1, 16, generator=torch.Generator().manual_seed(1)).half()
+    blocks, step, _ = quantized_cases.quantized(case, rows, kv)
+    expected = attention(query, blocks, step, scale=0.3)
+    codes = blocks.cold if isinstance(blocks, HotColdBlocks) else blocks
+    shift = 2**31 // codes.key[0, 0].numel() + 8 - codes.num_blocks
+    wide = {}
+    for field in fields(codes):
+        plane = getattr(codes, field.name)
+        if isinstance(plane, torch.Tensor):
+            wide[field.name] = torch.empty(2, shift + plane.shape[1], *plane.shape[2:], dtype=plane.dtype)
+            wide[field.name][:, shift:] = plane
+    codes = replace(codes, **wide)
+    step.block_table = np.where(step.block_table > 0, step.block_table + shift, 0).astype(np.int32)
+    step._memo.clear()
+    far = replace(blocks, cold=codes) if isinstance(blocks, HotColdBlocks) else codes
+    assert torch.equal(attention(query, far, step, scale=0.3), expected)
+
+
+def test_exact_blocks_between_codes_are_refused():
+    """No cache has them: what is exact are the first and the newest tokens."""
+    case = Case(lengths=(90,))
+    rows = random_rows(case, torch.float32, torch.Generator().manual_seed(0))
+    blocks, step, _ = with_one_run_of_codes(case, rows, GROUPED["int4"])
+    step.hot.block_table[0, 1] = 1
+    with pytest.raises(ValueError, match="exact blocks between blocks of codes"):
+        attention(torch.randn(1, 2, 1, 16), blocks, step, scale=1.0)
+
+
+@pytest.mark.parametrize("kv", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
+def test_generate_on_interpreted_kernels(llama, prompts, kv):
+    """The whole path: writing codes, sealing blocks, decoding, beams and padding."""
+    model, options = copy.deepcopy(llama()).to(DEVICE), {"max_new_tokens": 4, "do_sample": False, "num_beams": 2}
+    inputs = {name: tensor.to(DEVICE) for name, tensor in prompts(70, 60).items()}
+    quant = KVQuant(kv) if kv in SCALED else KVQuant(kv, hot_window=16, sink=16)
+    tokens = []
+    for backend in ("reference", "triton"):
+        cache = PagedCache(model.config, block_size=16, backend=backend, kv=quant)
+        tokens.append(generate(model, inputs, cache, **options))
+    assert tokens[1].equal(tokens[0])

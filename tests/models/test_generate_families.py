@@ -1,0 +1,76 @@
+"""`generate` gives the same with a `PagedCache` as with a `DynamicCache`: families x modes x attention x batches.
+
+Blocks and windows hold 16 tokens, and the prompt lengths lie around that. With `-m "not slow"`, two families run every
+mode, and the others the most used modes, all on a few lengths.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_paged_cache import PagedCache
+from tests.support.compat import new_cache
+from tests.support.families import FAMILIES, Family, inputs
+from tests.support.families_table import page
+from tests.support.generate_modes import MODES, Mode, Result, assert_same
+
+BLOCK_SIZE = 16
+PADDED_BATCH = (3, 17, 40)
+QUICK_FAMILIES = ("Llama", "Gemma 3")
+QUICK_MODES = ("greedy", "beam search")
+QUICK_LENGTHS = ((1,), (17,), PADDED_BATCH)
+
+
+@functools.lru_cache(maxsize=8)
+def model_of(family: Family, attention: str) -> PreTrainedModel:
+    return family.build(attention)
+
+
+@functools.cache
+def expected(family: Family, mode: Mode, lengths: tuple[int, ...], attention: str) -> Result:
+    """What the mode gives with a `DynamicCache`."""
+    model = model_of(family, attention)
+    cache = new_cache(model, lambda config: DynamicCache(config=config))
+    return mode.run(model, inputs(family, lengths), cache)
+
+
+def is_quick(family: Family, mode: Mode, lengths: tuple[int, ...]) -> bool:
+    if family.name in QUICK_FAMILIES:
+        return lengths in (*QUICK_LENGTHS, (mode.lengths[-1],))
+    return mode.name in QUICK_MODES and lengths in QUICK_LENGTHS
+
+
+def cases() -> list[object]:
+    """What transformers itself can do, as parameters of a test: family, mode, prompt lengths, attention."""
+    return [
+        pytest.param(
+            family,
+            mode,
+            lengths,
+            attention,
+            id=f"{family.name}-{mode.name}-{'+'.join(map(str, lengths))}-{attention}",
+            marks=() if is_quick(family, mode, lengths) else pytest.mark.slow,
+        )
+        for family in FAMILIES
+        for mode in MODES
+        if not family.refuses(mode.name)
+        for lengths in [*((length,) for length in mode.lengths), *([PADDED_BATCH] if mode.batched else [])]
+        for attention in (["eager"] if mode.eager_only else family.attentions)
+    ]
+
+
+@pytest.mark.parametrize(("family", "mode", "lengths", "attention"), cases())
+def test_same_as_with_dynamic_cache(family: Family, mode: Mode, lengths: tuple[int, ...], attention: str) -> None:
+    model = model_of(family, attention)
+    cache = new_cache(model, lambda config: PagedCache(config, block_size=BLOCK_SIZE))
+    oracle_attention = family.attentions[0] if attention == "hf_paged" else attention
+    assert_same(mode.run(model, inputs(family, lengths), cache), expected(family, mode, lengths, oracle_attention))
+
+
+def test_page_of_families_is_the_printed_one() -> None:
+    document = Path(__file__).parents[2] / "docs" / "families.md"
+    assert document.read_text().startswith(page()), "print it again with tests.support.families_table"
