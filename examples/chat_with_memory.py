@@ -123,7 +123,7 @@ class Asker:
 
 def draw_tree(store: BlockStore, tokenizer: PreTrainedTokenizerBase, axes: Any) -> None:
     """Draws what a store knows: blocks of tokens from left to right, every branch on a line of its own."""
-    runs, lines = store.runs(), 0
+    runs, lines = store.nodes(), 0
     ends, rows = [0] * len(runs), [0] * len(runs)
     followed: set[int] = set()
     for place, run in enumerate(runs):
@@ -148,7 +148,7 @@ def draw_tree(store: BlockStore, tokenizer: PreTrainedTokenizerBase, axes: Any) 
     axes.margins(x=0.35)
     axes.set_xlim(left=0)
     axes.spines[["left", "right", "top"]].set_visible(False)
-    axes.set_title(f"{store.stats().runs_known} blocks are known; nothing follows light ones", fontsize=9)
+    axes.set_title(f"{store.stats().nodes} blocks are known; nothing follows light ones", fontsize=9)
 
 
 def _end_of(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:

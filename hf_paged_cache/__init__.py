@@ -12,7 +12,7 @@ from hf_paged_cache.errors import (
     CacheStateError,
     CropError,
     InvalidArgumentError,
-    OutOfBlocks,
+    OutOfBlocksError,
     PagedCacheError,
     StoreFileError,
     UnsupportedAccessError,
@@ -21,7 +21,7 @@ from hf_paged_cache.errors import (
 from hf_paged_cache.hf.attention import ATTENTION_NAME
 from hf_paged_cache.prefill import prefill
 from hf_paged_cache.prefix.store import BlockStore
-from hf_paged_cache.prefix.store_stats import KnownRun, StoreStats
+from hf_paged_cache.prefix.store_stats import CachedNode, StoreStats
 from hf_paged_cache.stats import CacheStats
 
 __all__ = [
@@ -30,11 +30,11 @@ __all__ = [
     "BlockStore",
     "CacheStateError",
     "CacheStats",
+    "CachedNode",
     "CropError",
     "InvalidArgumentError",
     "KVQuant",
-    "KnownRun",
-    "OutOfBlocks",
+    "OutOfBlocksError",
     "PagedCache",
     "PagedCacheError",
     "StoreFileError",

@@ -25,12 +25,12 @@ from hf_paged_cache.hf.layers import PagedLayer
 from hf_paged_cache.hf.lazy import as_dense
 from hf_paged_cache.hf.library_names import ASSISTED_DECODING
 from hf_paged_cache.hf.mask_request import MaskRequest, current_mask_request
-from hf_paged_cache.hf.padding import Announcement, check_request
+from hf_paged_cache.hf.padding import PendingMask, check_request
 from hf_paged_cache.hf.reached_states import ReachedStates
 from hf_paged_cache.hf.tracing import untraced
 from hf_paged_cache.ledger import Change
 from hf_paged_cache.memory.budget import MemoryBudget
-from hf_paged_cache.provenance import Origin
+from hf_paged_cache.provenance import StoreProvenance
 from hf_paged_cache.stats import CacheStats, collect, format_bytes
 
 
@@ -59,7 +59,7 @@ class PagedCache(FormerNames, ReachedStates):
         offloading: must be false; models that make a second cache of the type of the first one pass it.
 
     Attributes:
-        origin: what a `BlockStore` put into it; `None` if it did not come from one.
+        provenance: what a `BlockStore` put into it; `None` if it did not come from one.
 
     Raises:
         InvalidArgumentError: an argument has no meaning.
@@ -109,10 +109,10 @@ class PagedCache(FormerNames, ReachedStates):
         self._image_layers = frozenset(getattr(self._config, "cross_attention_layers", None) or ())
         self._pass_number = 0
         self._states_are_ahead = False
-        self.origin: Origin | None = None
+        self.provenance: StoreProvenance | None = None
         self._last_layer_idx = -1
         self.last_state_idx = -1
-        self._announced: Announcement | None = None
+        self._pending_mask: PendingMask | None = None
         self._request: MaskRequest | None = None
 
     def __repr__(self) -> str:
@@ -126,7 +126,7 @@ class PagedCache(FormerNames, ReachedStates):
     def stats(self) -> CacheStats:
         """What the cache holds now."""
         with self._budget.lock:
-            return collect(self._groups, self._lead_table(), self.block_size, self._budget, self.origin)
+            return collect(self._groups, self._lead_table(), self.block_size, self._budget, self.provenance)
 
     @untraced
     def update(
@@ -145,7 +145,7 @@ class PagedCache(FormerNames, ReachedStates):
 
         Raises:
             InvalidArgumentError: they do not fit what the cache holds.
-            OutOfBlocks: there is no room. The whole forward pass is taken back.
+            OutOfBlocksError: there is no room. The whole forward pass is taken back.
         """
         if not 0 <= layer_idx < len(self.layers):
             if layer_idx == self._last_layer_idx + 1:  # the pass of a deeper model, whose first layers fitted
@@ -164,15 +164,15 @@ class PagedCache(FormerNames, ReachedStates):
             if is_next_pass:
                 self._pass_number = pass_number
                 self._hands_out_blocks = self._may_read_blocks()
-                self._announced = self._take_announcement()
+                self._pending_mask = self._take_pending_mask()
             self._last_layer_idx = layer_idx
             num_new = key_states.shape[-2]
             attended = None
-            if self._announced is not None:
-                missed = self._announced.was_missed_by(layer.get_seq_length(), num_new)
+            if self._pending_mask is not None:
+                missed = self._pending_mask.was_missed_by(layer.get_seq_length(), num_new)
                 if missed and layer_idx not in self._image_layers:
-                    raise unfinished_pass([layer_idx], self._announced.first_column)
-                attended = self._announced.new_columns(layer.group.table, num_new)
+                    raise unfinished_pass([layer_idx], self._pending_mask.first_column)
+                attended = self._pending_mask.new_columns(layer.group.table, num_new)
                 if attended is not None and len(attended) != len(key_states):
                     raise InvalidArgumentError(
                         f"attention_mask has {len(attended)} rows, but the batch has {len(key_states)}"
@@ -217,12 +217,12 @@ class PagedCache(FormerNames, ReachedStates):
         other.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
         for layer, attributes, _ in unpaged.repeated(other.layers, n):
             vars(layer).update(attributes)
-        other.origin = self.origin and self.origin.repeated(n)
+        other.provenance = self.provenance and self.provenance.repeated(n)
         other._request = None
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.origin is not None:
+        if self.provenance is not None:
             raise UnsupportedError(
                 "a cache of a BlockStore cannot be pickled: its pools hold what others have committed. Keep the store, "
                 "`store.save(path)`, or compute the tokens into a PagedCache(model.config)"
@@ -262,7 +262,7 @@ class PagedCache(FormerNames, ReachedStates):
                     for change in group.selected(of_group)
                 ),
                 *unpaged.repeated(self.layers, repeats),
-                origin=self.origin and self.origin.repeated(repeats),
+                provenance=self.provenance and self.provenance.repeated(repeats),
             )
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -304,7 +304,7 @@ class PagedCache(FormerNames, ReachedStates):
                 for group, num_columns in zip(self._groups, kept, strict=True)
                 for change in group.cropped(num_columns)
             ),
-            origin=self.origin and self.origin.cropped(num_left),
+            provenance=self.provenance and self.provenance.cropped(num_left),
         )
 
     def activate_past_recording(self) -> None:
@@ -345,7 +345,7 @@ class PagedCache(FormerNames, ReachedStates):
                 *(change for group in self._groups for change in group.emptied()),
                 *unpaged.emptied(self.layers),
                 _states_are_ahead=False,
-                origin=None,
+                provenance=None,
             )
 
     @property
@@ -424,18 +424,18 @@ class PagedCache(FormerNames, ReachedStates):
         if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers):
             return
         # Recurrent states cannot be taken back, so a lack of blocks has to show before the first layer runs.
-        announced = Announcement(num_columns, request.num_new, request.attention_mask)
+        announced = PendingMask(num_columns, request.num_new, request.attention_mask)
         for group in self.groups:
             if group.table.num_columns and group.pool.is_limited:
                 attended = announced.new_columns(group.table, request.num_new)
-                group.check_room(request.num_new, attended, keep_past=self._records_past(group))
+                group.check_room(request.num_new, attended, record_past=self._records_past(group))
 
-    def _take_announcement(self) -> Announcement | None:
+    def _take_pending_mask(self) -> PendingMask | None:
         """What is known of the mask of the forward pass that begins; `None` if the pass has built none from 2-D."""
         request, self._request = self._request, None
         if request is None or not request.is_running:
             return None
-        return Announcement(self._num_config_columns(), request.num_new, request.attention_mask)
+        return PendingMask(self._num_config_columns(), request.num_new, request.attention_mask)
 
     def _num_config_columns(self) -> int:
         """Columns of the layers that keep what the config tells; those that are given images may have others."""
@@ -501,17 +501,17 @@ class PagedCache(FormerNames, ReachedStates):
             raise InvalidArgumentError(
                 f"rows {indices.tolist()} of a cache with {num_rows} rows: expected indices from 0 to {num_rows - 1}"
             )
-        origin = self.origin and self.origin.for_rows(num_rows or len(indices))
+        provenance = self.provenance and self.provenance.for_rows(num_rows or len(indices))
         with self._budget.lock, self._budget.ledger:
             self._commit(
                 *(change for group in self._groups if group.table.num_rows for change in group.selected(indices)),
                 *unpaged.reordered(self.layers, rows),
-                origin=origin and origin.selected(indices),
+                provenance=provenance and provenance.selected(indices),
             )
 
     def _commit(self, *changes: Change, **attributes: Any) -> None:
         """Makes changes to the parts of the cache, and to its own attributes, and ends the forward pass."""
-        ended = {"_last_layer_idx": -1, "last_state_idx": -1, "_announced": None, "_request": None}
+        ended = {"_last_layer_idx": -1, "last_state_idx": -1, "_pending_mask": None, "_request": None}
         ended["_states_are_ahead"] = self._states_are_ahead or self._unfinished_states()
         self._budget.ledger.commit([*changes, Change(self, ended | attributes)])
 

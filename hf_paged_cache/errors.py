@@ -32,7 +32,7 @@ class StoreFileError(PagedCacheError, ValueError):
     """A file of a `BlockStore` is damaged, is something else, or has the blocks of another model."""
 
 
-class OutOfBlocks(PagedCacheError, MemoryError):
+class OutOfBlocksError(PagedCacheError, MemoryError):
     """The pool has no block left and may not grow.
 
     Args:
@@ -56,7 +56,7 @@ class OutOfBlocks(PagedCacheError, MemoryError):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(OutOfBlocks, **self._arguments), ()
+        return partial(OutOfBlocksError, **self._arguments), ()
 
 
 def other_batch_size(num_cached: int, num_given: int, what: str) -> str:

@@ -10,7 +10,7 @@ from hf_paged_kernels import StepMetadata
 from hf_paged_cache.blocks.exact import Pairs
 from hf_paged_cache.blocks.table_state import TableState
 from hf_paged_cache.blocks.tables import BlockTable
-from hf_paged_cache.errors import CacheStateError, InvalidArgumentError, OutOfBlocks, other_batch_size
+from hf_paged_cache.errors import CacheStateError, InvalidArgumentError, OutOfBlocksError, other_batch_size
 from hf_paged_cache.ledger import Change
 from hf_paged_cache.memory.group_pool import GroupPool
 
@@ -38,7 +38,7 @@ class LayerGroup:
         lengths: columns that each layer has been given, by layer index.
 
     Attributes:
-        keeps_past: whether rows hold on to what has left their window as long as there is room, since it may be wanted
+        records_past: whether rows hold on to what has left their window as long as there is room, since it may be wanted
             by others.
     """
 
@@ -46,7 +46,7 @@ class LayerGroup:
         self.pool = pool
         self.table = table
         self.lengths = lengths or {}
-        self.keeps_past = False
+        self.records_past = False
         self.step: StepMetadata | None = None
         self._undo: _Undo | None = None
         self._stored: tuple[tuple[int, int], StepMetadata] | None = None
@@ -66,7 +66,7 @@ class LayerGroup:
         num_new: int,
         attended: np.ndarray | None,
         *,
-        keep_past: bool,
+        record_past: bool,
         pass_number: int,
     ) -> StepMetadata:
         """The step in which a layer gets `num_new` columns: the group's current one, or a new one.
@@ -78,16 +78,16 @@ class LayerGroup:
             num_rows: rows of the batch.
             num_new: new columns.
             attended: bool `[num_rows, num_new]`, the attention mask of the new columns; `None` for no padding.
-            keep_past: keep what leaves the window, so that `crop` can bring it back.
+            record_past: keep what leaves the window, so that `crop` can bring it back.
             pass_number: the forward pass, by which `undone` knows its steps.
 
         Raises:
             InvalidArgumentError: the batch size has changed.
             CacheStateError: the layer is not where the others are.
-            OutOfBlocks: there is no room. The group is as it was.
+            OutOfBlocksError: there is no room. The group is as it was.
         """
         if not self._joins(layer_idx, num_new) or num_rows != self.step.batch:
-            self._begin(layer_idx, num_rows, num_new, attended, keep_past=keep_past, pass_number=pass_number)
+            self._begin(layer_idx, num_rows, num_new, attended, record_past=record_past, pass_number=pass_number)
         return self.step
 
     @_atomic
@@ -98,7 +98,7 @@ class LayerGroup:
         num_new: int,
         attended: np.ndarray | None,
         *,
-        keep_past: bool,
+        record_past: bool,
         pass_number: int,
     ) -> None:
         table = self.table
@@ -107,12 +107,14 @@ class LayerGroup:
         lagging = [idx for idx, length in self.lengths.items() if length != table.num_columns]
         if lagging or self.length(layer_idx) != table.num_columns:
             raise unfinished_pass(sorted({*lagging, layer_idx}), table.num_columns)
-        before = self._before_step(num_new, attended, keep_past)
-        if before.state is not table.state or before.keeps_past != self.keeps_past:
+        before = self._before_step(num_new, attended, record_past)
+        if before.state is not table.state or before.records_past != self.records_past:
             # A change of its own, so that the step may take the blocks. It shows in nothing that is read.
-            self.pool.seal(before.sealed)
-            self.pool.ledger.commit([table.change_to(before.state), Change(self, {"keeps_past": before.keeps_past})])
-        extension = table.extend(num_rows, num_new, attended, keep_past=keep_past or before.keeps_past)
+            self.pool.quantize(before.quantized)
+            self.pool.ledger.commit(
+                [table.change_to(before.state), Change(self, {"records_past": before.records_past})]
+            )
+        extension = table.extend(num_rows, num_new, attended, record_past=record_past or before.records_past)
         if any(extension.moves):
             self.pool.move(extension.moves)
         earlier = None if self._undo is None else self._undo._replace(earlier=None)
@@ -122,14 +124,14 @@ class LayerGroup:
         )
 
     @_atomic
-    def check_room(self, num_new: int, attended: np.ndarray | None, *, keep_past: bool) -> None:
+    def check_room(self, num_new: int, attended: np.ndarray | None, *, record_past: bool) -> None:
         """Checks that the next step fits the limits of the pool, before any layer runs.
 
         Raises:
-            OutOfBlocks: it does not.
+            OutOfBlocksError: it does not.
         """
-        before = self._before_step(num_new, attended, keep_past)
-        self._check_room(before.state, num_new, attended, keep_past=keep_past or before.keeps_past)
+        before = self._before_step(num_new, attended, record_past)
+        self._check_room(before.state, num_new, attended, record_past=record_past or before.records_past)
 
     def stored(self, layer_idx: int) -> StepMetadata:
         """A step without new tokens, to read what a layer has been given; the same one until that changes.
@@ -140,7 +142,7 @@ class LayerGroup:
         if self._stored is None or self._stored[0] != key:
             with self.pool.lock:
                 step, pairs = self.table.snapshot(self.length(layer_idx))
-                self.pool.seal(pairs)
+                self.pool.quantize(pairs)
             self._stored = (key, step)
         return self._stored[1]
 
@@ -194,11 +196,11 @@ class LayerGroup:
         ]
 
     def adopted(
-        self, num_columns: int, padding: np.ndarray, block_ids: np.ndarray, hot_ids: np.ndarray | None
+        self, num_columns: int, padding: np.ndarray, block_ids: np.ndarray, exact_ids: np.ndarray | None
     ) -> list[Change]:
         """What lets an empty group begin with known blocks, see `BlockTable.adopted`; every layer has their tokens."""
         return [
-            self.table.change_to(self.table.adopted(num_columns, padding, block_ids, hot_ids)),
+            self.table.change_to(self.table.adopted(num_columns, padding, block_ids, exact_ids)),
             Change(self, {"lengths": dict.fromkeys(self.pool.layers, num_columns)}),
         ]
 
@@ -217,37 +219,37 @@ class LayerGroup:
     def fork(self, copies: int) -> "LayerGroup":
         """The same group for another cache, every row `copies` times, on the same blocks."""
         other = LayerGroup(self.pool, self.table.fork(copies), dict(self.lengths))
-        other.keeps_past, other._undo = self.keeps_past, self._undo
+        other.records_past, other._undo = self.records_past, self._undo
         return other
 
     @_atomic
-    def seal(self, entries: tuple[np.ndarray, np.ndarray]) -> None:
-        """Makes the codes of full hot blocks (rows `[n]`, logical blocks `[n]`), which rows go on reading exactly."""
-        self.pool.seal(self.table.hot_pairs(entries))
+    def quantize(self, entries: tuple[np.ndarray, np.ndarray]) -> None:
+        """Makes the codes of full exact blocks (rows `[n]`, logical blocks `[n]`), which rows go on reading exactly."""
+        self.pool.quantize(self.table.exact_pairs(entries))
 
-    def _before_step(self, num_new: int, attended: np.ndarray | None, keep_past: bool) -> "_BeforeStep":
+    def _before_step(self, num_new: int, attended: np.ndarray | None, record_past: bool) -> "_BeforeStep":
         """What the group gives up before its next step. Where the past is only kept for others, that too if there is no
         room for it.
 
         Raises:
-            OutOfBlocks: there is no room for the step even so.
+            OutOfBlocksError: there is no room for the step even so.
         """
-        before = _BeforeStep(*self.table.before_next_step(), self.keeps_past)
-        if not self.keeps_past or keep_past:
+        before = _BeforeStep(*self.table.before_next_step(), self.records_past)
+        if not self.records_past or record_past:
             if before.state is not self.table.state:
-                self._check_room(before.state, num_new, attended, keep_past=keep_past)
+                self._check_room(before.state, num_new, attended, record_past=record_past)
             return before
         try:
-            self._check_room(before.state, num_new, attended, keep_past=True)
-        except OutOfBlocks:
-            before = _BeforeStep(*self.table.before_next_step(keep_past=False), False)
-            self._check_room(before.state, num_new, attended, keep_past=False)
+            self._check_room(before.state, num_new, attended, record_past=True)
+        except OutOfBlocksError:
+            before = _BeforeStep(*self.table.before_next_step(record_past=False), False)
+            self._check_room(before.state, num_new, attended, record_past=False)
         return before
 
-    def _check_room(self, state: TableState, num_new: int, attended: np.ndarray | None, *, keep_past: bool) -> None:
+    def _check_room(self, state: TableState, num_new: int, attended: np.ndarray | None, *, record_past: bool) -> None:
         """Checks that there is room for a step once the rows hold `state`."""
         if state.num_columns:
-            needed = self.table.blocks_to_extend(num_new, attended, keep_past=keep_past, state=state)
+            needed = self.table.blocks_to_extend(num_new, attended, record_past=record_past, state=state)
             self.pool.check_room(*needed, let_go=self.table.blocks_let_go(state))
 
     def _joins(self, layer_idx: int, num_new: int) -> bool:
@@ -273,13 +275,13 @@ class _BeforeStep(NamedTuple):
 
     Attributes:
         state: what its rows hold.
-        sealed: hot blocks that are quantized first, as pairs of hot block and block id.
-        keeps_past: as in `LayerGroup`.
+        quantized: exact blocks that are quantized first, as pairs of exact block and block id.
+        records_past: as in `LayerGroup`.
     """
 
     state: TableState
-    sealed: Pairs
-    keeps_past: bool
+    quantized: Pairs
+    records_past: bool
 
 
 class _Undo(NamedTuple):

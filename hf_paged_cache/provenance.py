@@ -34,7 +34,7 @@ class Positions(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Origin:
+class StoreProvenance:
     """Where a cache came from.
 
     Attributes:
@@ -62,19 +62,19 @@ class Origin:
     positions: Positions | None = None
     is_certain: bool = True
 
-    def repeated(self, repeats: int) -> "Origin":
+    def repeated(self, repeats: int) -> "StoreProvenance":
         """With every row `repeats` times in a row."""
         rows = [row for row in self.rows for _ in range(repeats)]
         spans = [row for row in self.spans for _ in range(repeats)]
         return replace(self, rows=rows, padding=self.padding.repeat(repeats), spans=spans)
 
-    def for_rows(self, num_rows: int) -> "Origin | None":
-        """The origin of a cache that has so many rows, where `generate` has repeated each prompt; `None` if it cannot
+    def for_rows(self, num_rows: int) -> "StoreProvenance | None":
+        """The provenance of a cache that has so many rows, where `generate` has repeated each prompt; `None` if it cannot
         have done that."""
         copies, rest = divmod(num_rows, len(self.rows))
         return None if rest or not copies else self if copies == 1 else self.repeated(copies)
 
-    def selected(self, rows: np.ndarray) -> "Origin":
+    def selected(self, rows: np.ndarray) -> "StoreProvenance":
         """With the rows replaced by those of these indices."""
         kept, spans = ([values[row] for row in rows.tolist()] for values in (self.rows, self.spans))
         positions = self.positions
@@ -84,14 +84,14 @@ class Origin:
         padding = self.padding[rows]
         return replace(self, rows=kept, padding=padding, spans=spans, positions=positions, is_certain=False)
 
-    def cropped(self, num_columns: int) -> "Origin":
+    def cropped(self, num_columns: int) -> "StoreProvenance":
         """With the tokens of so many columns. Whether others have come in the place of some is not known."""
         lengths = np.maximum(num_columns - self.padding, 0).tolist()
         rows = [tokens[:length] for tokens, length in zip(self.rows, lengths, strict=True)]
         is_cut = any(len(tokens) < len(before) for tokens, before in zip(rows, self.rows, strict=True))
         return replace(self, rows=rows, is_certain=self.is_certain and not is_cut)
 
-    def committed(self, rows: list[np.ndarray]) -> "Origin":
+    def committed(self, rows: list[np.ndarray]) -> "StoreProvenance":
         """With the tokens that have become known."""
         longer = [max(tokens, before, key=len) for tokens, before in zip(rows, self.rows, strict=True)]
         return replace(self, rows=longer)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hf_paged_cache.blocks.tables import BlockTable
 from hf_paged_cache.groups import LayerGroup
 from hf_paged_cache.memory.budget import MemoryBudget
-from hf_paged_cache.provenance import Origin
+from hf_paged_cache.provenance import StoreProvenance
 
 
 @dataclass(frozen=True)
@@ -17,17 +17,17 @@ class CacheStats:
         rows: sequences of this cache.
         tokens: columns that every row has, padding included (`get_seq_length`).
         block_size: tokens a block.
-        blocks_total: blocks of all layer groups, null blocks left out. Hot blocks, which codecs that quantize whole
+        blocks_total: blocks of all layer groups, null blocks left out. Exact blocks, which codecs that quantize whole
             blocks have besides, are counted in bytes only.
         blocks_used: blocks that some row holds, also of a fork.
         blocks_free: blocks that hold nothing.
-        blocks_reusable: blocks that no row holds but whose content is still known.
+        blocks_evictable: blocks that no row holds but whose content is still known.
         bytes_allocated: bytes of the tensors.
         bytes_used: bytes of the used blocks.
         bytes_peak: most bytes that were allocated at one time, copies made while growing included.
         tail_waste_bytes: bytes of this cache's used blocks in which no token of its rows lies.
         copies: blocks copied because a row wrote into a block that others hold (copy-on-write).
-        evictions: reusable blocks that were taken back.
+        reclaimed_blocks: evictable blocks that were taken back.
         tokens_quantized: tokens in used blocks that this cache's rows read as codes, in all layer groups; one that
             several rows share counts once.
         reused_tokens: tokens of all rows that came from a `BlockStore`, and were not computed for this cache.
@@ -40,13 +40,13 @@ class CacheStats:
     blocks_total: int
     blocks_used: int
     blocks_free: int
-    blocks_reusable: int
+    blocks_evictable: int
     bytes_allocated: int
     bytes_used: int
     bytes_peak: int
     tail_waste_bytes: int
     copies: int
-    evictions: int
+    reclaimed_blocks: int
     tokens_quantized: int
     reused_tokens: int
     why: str
@@ -57,11 +57,11 @@ def collect(
     lead: BlockTable | None,
     block_size: int,
     budget: MemoryBudget,
-    origin: Origin | None,
+    provenance: StoreProvenance | None,
 ) -> CacheStats:
     """The numbers of a cache with these groups, whose rows and columns are those of the table `lead`."""
     pools = {id(group.pool): group.pool for group in groups}.values()
-    hot_pools = [pool.hot for pool in pools if pool.hot is not None]
+    exact_pools = [pool.exact for pool in pools if pool.exact is not None]
     allocators = [pool.allocator for pool in pools]
     return CacheStats(
         rows=lead.num_rows if lead else 0,
@@ -70,16 +70,16 @@ def collect(
         blocks_total=sum(allocator.num_blocks - 1 for allocator in allocators),
         blocks_used=sum(allocator.num_referenced for allocator in allocators),
         blocks_free=sum(allocator.num_free for allocator in allocators),
-        blocks_reusable=sum(allocator.num_reusable for allocator in allocators),
-        bytes_allocated=sum(pool.num_bytes for pool in (*pools, *hot_pools)),
-        bytes_used=sum(pool.allocator.num_referenced * pool.block_bytes for pool in (*pools, *hot_pools)),
+        blocks_evictable=sum(allocator.num_evictable for allocator in allocators),
+        bytes_allocated=sum(pool.num_bytes for pool in (*pools, *exact_pools)),
+        bytes_used=sum(pool.allocator.num_referenced * pool.block_bytes for pool in (*pools, *exact_pools)),
         bytes_peak=budget.peak,
         tail_waste_bytes=sum(group.table.wasted_slots * group.pool.block_bytes // block_size for group in groups),
         copies=sum(pool.copies for pool in pools),
-        evictions=sum(allocator.evictions for allocator in allocators),
-        tokens_quantized=sum(group.table.num_cold_tokens for group in groups if group.pool.is_quantized),
-        reused_tokens=origin.reused_tokens if origin else 0,
-        why=origin.why if origin else "",
+        reclaimed_blocks=sum(allocator.reclaimed_blocks for allocator in allocators),
+        tokens_quantized=sum(group.table.num_quantized_tokens for group in groups if group.pool.is_quantized),
+        reused_tokens=provenance.reused_tokens if provenance else 0,
+        why=provenance.why if provenance else "",
     )
 
 

@@ -43,7 +43,7 @@ def assert_shown(notebook: Path, printed: str) -> None:
         assert text in printed
 
 
-def known_tokens(printed: str) -> list[int]:
+def cached_tokens(printed: str) -> list[int]:
     """Of every prompt that an example has asked a store for, in order."""
     return [int(number) for number in re.findall(r"(\d+) of them known", printed)]
 
@@ -105,8 +105,8 @@ def test_the_script_asks_with_and_without_the_store(
     assert script.main(["--new-tokens", "4", "--memory", "64MiB", "--plot", str(tmp_path / "tree.png")]) == 0
     printed = capsys.readouterr().out
     assert printed.count("same tokens: True") == len(script.TURNS) + len(script.QUESTIONS)
-    first_turn, *later_turns = known_tokens(printed)[: len(script.TURNS)]
-    first_question, *later_questions = known_tokens(printed)[len(script.TURNS) :]
+    first_turn, *later_turns = cached_tokens(printed)[: len(script.TURNS)]
+    first_question, *later_questions = cached_tokens(printed)[len(script.TURNS) :]
     assert first_turn == 0
     assert all(later_turns)
     assert all(known > 400 for known in later_questions)
@@ -121,7 +121,7 @@ def test_the_script_takes_a_document(
     document = tmp_path / "document.txt"
     document.write_text("a guide to clocks " * 30, encoding="utf-8")
     script.main(["--document", str(document), "--new-tokens", "2", "--memory", "64MiB"])
-    assert known_tokens(capsys.readouterr().out)[-1] == 30 * 4
+    assert cached_tokens(capsys.readouterr().out)[-1] == 30 * 4
     with pytest.raises(SystemExit):
         script.main(["--document", str(tmp_path / "none.txt")])
     assert "none.txt" in capsys.readouterr().err

@@ -199,7 +199,7 @@ class TestPrefill:
         ids = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, 77)
         model, call = placed(llama(), place, pad_token_id=77)
         cache = BlockStore(model, memory="4MiB").cache_for(ids, **call)
-        assert cache.origin.padding.tolist() == [4, 0]
+        assert cache.provenance.padding.tolist() == [4, 0]
         output = generate(model, {"input_ids": ids}, cache, max_new_tokens=3, **call)
         assert cache.groups[0].table.padding.tolist() == [4, 0]
         assert output.shape == (2, 12)

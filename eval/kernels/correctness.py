@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from hf_paged_kernels import Blocks, KVBlocks, block_mass, copy_blocks, paged_attention, write_kv
+from hf_paged_kernels import Blocks, KVBlocks, block_attention_scores, copy_blocks, paged_attention, write_kv
 
 from eval.kernels.formats import clone
 from eval.kernels.problems import TOLERANCE, Problem, Shape, WrongResult
@@ -67,8 +67,8 @@ def mass_row(shape: Shape, device: torch.device) -> Row:
     _, exact_lse = paged_attention(query, exact, return_lse=True, backend="reference", **options)
 
     def compare() -> float:
-        mass = block_mass(problem.query, blocks, lse=lse, backend="triton", **options)
-        expected = block_mass(query, exact, lse=exact_lse, backend="reference", **options)
+        mass = block_attention_scores(problem.query, blocks, lse=lse, backend="triton", **options)
+        expected = block_attention_scores(query, exact, lse=exact_lse, backend="reference", **options)
         error = float((mass.double() - expected).abs().max() / expected.abs().max())
         if not error <= TOLERANCE[shape.dtype]:
             raise WrongResult(f"off by {error:.2g} of the largest sum, allowed is {TOLERANCE[shape.dtype]:.2g}")

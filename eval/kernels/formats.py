@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 import torch
-from hf_paged_kernels import Blocks, GroupedBlocks, HotColdBlocks, KVBlocks, StepMetadata, write_kv
+from hf_paged_kernels import Blocks, GroupedBlocks, KVBlocks, MixedBlocks, StepMetadata, write_kv
 
 from hf_paged_cache.codecs import Geometry, make_codec
 
@@ -22,12 +22,12 @@ class Stored:
 
     Attributes:
         blocks: of one layer, as kernels take them.
-        hot_table: int32 `[batch, width]`, the exact block of each logical block, or -1; `None` in formats without any.
+        exact_table: int32 `[batch, width]`, the exact block of each logical block, or -1; `None` in formats without any.
         key, value: what the blocks read as, `[num_kv_heads, num_blocks, block_size, head_dim]`.
     """
 
     blocks: Blocks
-    hot_table: np.ndarray | None
+    exact_table: np.ndarray | None
     key: torch.Tensor
     value: torch.Tensor
 
@@ -79,16 +79,16 @@ def _allocate(kv: str, exact: KVBlocks) -> Blocks:
 
 
 def _in_groups(blocks: GroupedBlocks, exact: KVBlocks, table: np.ndarray) -> Stored:
-    hot_table = np.full_like(table, -1)
+    exact_table = np.full_like(table, -1)
     edges = np.unique([0, table.shape[1] - 1])
-    hot_table[:, edges] = np.arange(len(table) * len(edges)).reshape(len(table), -1)
-    hot_ids = torch.from_numpy(table[:, edges].reshape(-1).astype(np.int64)).to(exact.device)
-    hot = KVBlocks(*(plane[:, hot_ids].contiguous() for plane in exact.planes))
+    exact_table[:, edges] = np.arange(len(table) * len(edges)).reshape(len(table), -1)
+    exact_ids = torch.from_numpy(table[:, edges].reshape(-1).astype(np.int64)).to(exact.device)
+    in_exact_blocks = KVBlocks(*(plane[:, exact_ids].contiguous() for plane in exact.planes))
     quantized = np.unique(table[:, 1:-1])
     for start in range(0, len(quantized), CHUNK):
         chunk = torch.from_numpy(quantized[start : start + CHUNK].astype(np.int64)).to(exact.device)
         blocks.quantize(exact.key[:, chunk], exact.value[:, chunk], chunk)
-    return Stored(HotColdBlocks(blocks, hot), hot_table, *_as_read(blocks, exact, quantized))
+    return Stored(MixedBlocks(blocks, in_exact_blocks), exact_table, *_as_read(blocks, exact, quantized))
 
 
 def _as_read(blocks: Blocks, exact: KVBlocks, block_ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

@@ -116,7 +116,7 @@ class Problem:
         self.query = (SCORE_DEVIATION * query).transpose(1, 2)
         exact = KVBlocks(*(self._random_plane(generator) for _ in range(2)))
         self._stored = store(shape.kv, exact, self.table)
-        self.step = _step(shape, self.table, self._stored.hot_table)
+        self.step = _step(shape, self.table, self._stored.exact_table)
         copies = range(shape.num_layers(rotated_bytes) - 1)
         self.layers = [self._stored.blocks, *(clone(self._stored.blocks) for _ in copies)]
 
@@ -197,7 +197,7 @@ def _random_table(shape: Shape) -> np.ndarray:
     return np.concatenate([prompt, ids[shared:].reshape(shape.batch, -1)], axis=1)
 
 
-def _step(shape: Shape, table: np.ndarray, hot_table: np.ndarray | None) -> StepMetadata:
+def _step(shape: Shape, table: np.ndarray, exact_table: np.ndarray | None) -> StepMetadata:
     new = np.arange(shape.context - shape.query_length, shape.context)
     return StepMetadata(
         block_table=table,
@@ -207,5 +207,5 @@ def _step(shape: Shape, table: np.ndarray, hot_table: np.ndarray | None) -> Step
         num_columns=shape.context,
         block_size=BLOCK_SIZE,
         new_tokens_stored=True,
-        hot_table=hot_table,
+        exact_table=exact_table,
     )

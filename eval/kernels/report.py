@@ -17,8 +17,8 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 import numpy as np
 import torch
 import triton
-from hf_paged_kernels import Blocks, GroupedBlocks, HotColdBlocks, KVBlocks, StepMetadata
-from hf_paged_kernels.triton import attention, block_mass, copy_blocks, write_kv
+from hf_paged_kernels import Blocks, GroupedBlocks, KVBlocks, MixedBlocks, StepMetadata
+from hf_paged_kernels.triton import attention, block_attention_scores, copy_blocks, write_kv
 from hf_paged_kernels.triton.launch import LAUNCHES, Launch, archs, rows_of_program, select
 from tabulate import tabulate
 
@@ -84,8 +84,8 @@ def launches_of(target: str) -> list[tuple[Launch, int]]:
 def step(query_length: int, num_tokens: int = 1024, batch: int = 1) -> StepMetadata:
     """A step of rows that share all blocks, of which codes in groups are all but the first and the last one."""
     width = num_tokens // BLOCK_SIZE
-    hot_table = np.full((batch, width), -1, dtype=np.int32)
-    hot_table[:, 0], hot_table[:, -1] = 0, 1
+    exact_table = np.full((batch, width), -1, dtype=np.int32)
+    exact_table[:, 0], exact_table[:, -1] = 0, 1
     return StepMetadata(
         block_table=np.arange(1, width + 1, dtype=np.int32)[None].repeat(batch, axis=0),
         seq_lens=np.full(batch, num_tokens, dtype=np.int32),
@@ -94,7 +94,7 @@ def step(query_length: int, num_tokens: int = 1024, batch: int = 1) -> StepMetad
         num_columns=num_tokens,
         block_size=BLOCK_SIZE,
         new_tokens_stored=True,
-        hot_table=hot_table,
+        exact_table=exact_table,
     )
 
 
@@ -110,7 +110,7 @@ def codes_of(codec: str, dim: int) -> Blocks:
     """Blocks of codes, of which the first row begins with an exact one."""
     states = torch.empty(1, KV_HEADS, 1, dim, dtype=torch.bfloat16)
     blocks = make_codec(codec).allocate(Geometry.of(states, states), BLOCK_SIZE, 32)
-    return HotColdBlocks(blocks, blocks_of(dim, torch.bfloat16)) if isinstance(blocks, GroupedBlocks) else blocks
+    return MixedBlocks(blocks, blocks_of(dim, torch.bfloat16)) if isinstance(blocks, GroupedBlocks) else blocks
 
 
 def attend(
@@ -198,7 +198,9 @@ def weigh(target: str) -> list[Row]:
         for dim in (128, 512):
             query = states(GROUP * KV_HEADS, 16, dim, dtype)
             with compiling_for(target) as compiled:
-                block_mass(query, blocks_of(dim, dtype), step(16), torch.zeros(1, GROUP * KV_HEADS, 16), scale=0.1)
+                block_attention_scores(
+                    query, blocks_of(dim, dtype), step(16), torch.zeros(1, GROUP * KV_HEADS, 16), scale=0.1
+                )
             rows += [Row(f"block mass {dim}, {bits} bits", None, kernel, None) for kernel in compiled]
     return rows
 

@@ -80,7 +80,7 @@ def _measure(sequences: Sequences, known: Sequence[np.ndarray], runs: int) -> Ro
         for kind, block_id in reversed(added.taken):  # the end of a sequence goes first
             index.remove_block(kind, block_id)
         seconds["evict"].append(time.perf_counter() - start)
-        figures["known_tokens"] = match.num_tokens
+        figures["cached_tokens"] = match.num_tokens
     for name, values in seconds.items():
         figures |= {f"{name}_ms": 1e3 * statistics.median(values), f"{name}_ms_min": 1e3 * min(values)}
     return figures

@@ -81,13 +81,13 @@ class PrefixBench:
             self._warm(store, prompt)
             self._warm(store, longer)
 
-    def known(self, prompt_tokens: int, known_tokens: int) -> None:
+    def known(self, prompt_tokens: int, cached_tokens: int) -> None:
         """Prompts that begin alike and end differently, in every round another one."""
-        head, stores = self._text(known_tokens), self._stores()
+        head, stores = self._text(cached_tokens), self._stores()
         with plain_generation(self.model, ATTENTION):
             for store in stores.values():
                 store.pin(head).release()
-        prompts = [torch.cat([head, tail], dim=1) for tail in self._texts(prompt_tokens - known_tokens, self.repeats)]
+        prompts = [torch.cat([head, tail], dim=1) for tail in self._texts(prompt_tokens - cached_tokens, self.repeats)]
         runs = self._runs({kv: (partial(self._warm, store), prompts) for kv, store in stores.items()}, prompts)
         self._first_tokens("known", prompt_tokens, runs)
 

@@ -104,7 +104,7 @@ SECTIONS: dict[str, Section] = {
             (LEFT, lambda row: row["label"]),
             ("blocks", figure("blocks")),
             _PROMPT,
-            ("known", figure("known_tokens")),
+            ("known", figure("cached_tokens")),
             ("lookup ms", figure("lookup_ms", 3)),
             ("lookup min", figure("lookup_ms_min", 3)),
             ("insert ms", figure("insert_ms", 3)),

@@ -88,13 +88,15 @@ def missing_requirement(kind: CacheKind) -> str | None:
 
 
 def detailed_kind(text: str) -> CacheKind:
-    """A codec of ours with other details, such as `int4:sink=0,hot_window=128`: fields of `KVQuant`."""
+    """A codec of ours with other details, such as `int4:exact_sinks=0,exact_recent=128`: fields of `KVQuant`."""
     base, _, details = text.partition(":")
     try:
         fields = {name: literal_eval(value) for name, _, value in (item.partition("=") for item in details.split(","))}
         kv = KVQuant(base, **fields)
     except (InvalidArgumentError, SyntaxError, TypeError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected such as int4:sink=0,hot_window=128 ({error})") from error
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected such as int4:exact_sinks=0,exact_recent=128 ({error})"
+        ) from error
     return CacheKind(text, f"PagedCache, {text.replace(',', ', ')}", "paged", "hf_paged", partial(_paged, kv))
 
 

@@ -141,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="CODEC:FIELD=N,...",
-        help="further codecs, with fields of KVQuant, such as int4:sink=0,hot_window=128",
+        help="further codecs, with fields of KVQuant, such as int4:exact_sinks=0,exact_recent=128",
     )
     add_chosen(parser, "--sections", ROWS)
     add_dtype(parser)

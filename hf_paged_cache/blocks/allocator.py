@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_paged_cache.errors import OutOfBlocks
+from hf_paged_cache.errors import OutOfBlocksError
 from hf_paged_cache.ledger import Ledger
 
 NULL_BLOCK = 0
@@ -38,10 +38,10 @@ class Clock:
 class BlockAllocator:
     """Hands out block ids and counts their references. It knows ids only: no tensors, no sequences.
 
-    A block is in one of three states, and `free + reusable + referenced == num_blocks - 1` always holds:
+    A block is in one of three states, and `free + evictable + referenced == num_blocks - 1` always holds:
 
     - referenced: held by at least one row of a block table;
-    - reusable: held by none, but its content is known (`retain`) and may be wanted again. Such blocks are kept in
+    - evictable: held by none, but its content is known (`mark_cached`) and may be wanted again. Such blocks are kept in
       the order they were released and are taken back, oldest first, when no free block is left;
     - free: neither.
 
@@ -52,11 +52,11 @@ class BlockAllocator:
 
     Args:
         num_blocks: number of ids, the null block included.
-        on_evict: called with the id of a reusable block before it is taken back, so that an index can forget it.
+        on_evict: called with the id of an evictable block before it is taken back, so that an index can forget it.
         ledger: notes changes in progress; shared by all that changes together.
 
     Attributes:
-        clock: numbers releases. Allocators that share one can tell whose reusable blocks were released longest ago.
+        clock: numbers releases. Allocators that share one can tell whose evictable blocks were released longest ago.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class BlockAllocator:
     ) -> None:
         self.ledger = ledger or Ledger()
         self.on_evict = on_evict
-        self.evictions = 0
+        self.reclaimed_blocks = 0
         self._references = np.zeros(num_blocks, dtype=np.int32)
         self._other_references = np.zeros(num_blocks, dtype=np.int32)  # of holders that are no tables
         self._holdings: dict[Holding, str] = {}
         self._dropped: deque[tuple[Holding, int]] = deque()
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         # By id, in their order: the number of the release.
-        self._reusable: OrderedDict[int, int] = OrderedDict()
-        self._retained: set[int] = set()
+        self._evictable: OrderedDict[int, int] = OrderedDict()
+        self._cached: set[int] = set()
         self.clock = Clock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -90,24 +90,24 @@ class BlockAllocator:
         return len(self._free)
 
     @property
-    def num_reusable(self) -> int:
+    def num_evictable(self) -> int:
         self._release_dropped()
-        return len(self._reusable)
+        return len(self._evictable)
 
     @property
     def oldest(self) -> int:
-        """The number of the longest ago release of a reusable block, of which there is one."""
-        return next(iter(self._reusable.values()))
+        """The number of the longest ago release of an evictable block, of which there is one."""
+        return next(iter(self._evictable.values()))
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can hand out: free ones and reusable ones."""
-        return self.num_free + self.num_reusable
+        """Blocks that `take` can hand out: free ones and evictable ones."""
+        return self.num_free + self.num_evictable
 
     @property
-    def num_retained(self) -> int:
+    def num_cached(self) -> int:
         """Blocks whose content is known, held or not."""
-        return len(self._retained)
+        return len(self._cached)
 
     @property
     def num_referenced(self) -> int:
@@ -121,8 +121,8 @@ class BlockAllocator:
     def must_be_copied(self, block_ids: np.ndarray) -> np.ndarray:
         """Which of `block_ids` `[n]` a row may not write to, bool `[n]`: others hold them, or know their content."""
         must = self.references(block_ids) > 1
-        if self._retained:
-            must |= np.array([block_id in self._retained for block_id in block_ids.tolist()], dtype=bool)
+        if self._cached:
+            must |= np.array([block_id in self._cached for block_id in block_ids.tolist()], dtype=bool)
         return must
 
     def num_let_go(self, old: np.ndarray, new: np.ndarray) -> int:
@@ -130,9 +130,9 @@ class BlockAllocator:
         block_ids, counts = np.unique(old[(old != new) & (old != NULL_BLOCK)], return_counts=True)
         return int((self.references(block_ids) == counts).sum())
 
-    def is_retained(self, block_id: int) -> bool:
-        """Whether the content of a block is known, see `retain`."""
-        return block_id in self._retained
+    def is_cached(self, block_id: int) -> bool:
+        """Whether the content of a block is known, see `mark_cached`."""
+        return block_id in self._cached
 
     def grow(self, num_blocks: int) -> None:
         """Adds free ids up to `num_blocks` in total, the null block included."""
@@ -151,16 +151,16 @@ class BlockAllocator:
         Nobody holds them until a table that names them is committed. If the change is given up they are free again.
 
         Returns:
-            int32 `[count]`. Free blocks come first, then the reusable ones that were released longest ago.
+            int32 `[count]`. Free blocks come first, then the evictable ones that were released longest ago.
 
         Raises:
-            OutOfBlocks: fewer than `count` blocks are available. Nothing has changed then.
+            OutOfBlocksError: fewer than `count` blocks are available. Nothing has changed then.
         """
         if count == 0:
             return np.zeros(0, dtype=np.int32)
         available = self.num_available
         if count > available:
-            raise OutOfBlocks(
+            raise OutOfBlocksError(
                 needed=count,
                 free=available,
                 total=self.num_blocks - 1,
@@ -184,11 +184,11 @@ class BlockAllocator:
         return block_ids
 
     def evict(self) -> None:
-        """Makes the reusable block that was released longest ago a free one."""
-        block_id = next(iter(self._reusable))
+        """Makes the evictable block that was released longest ago a free one."""
+        block_id = next(iter(self._evictable))
         if self.on_evict is not None:
             self.on_evict(block_id)
-        self.evictions += 1
+        self.reclaimed_blocks += 1
         self.forget([block_id])
 
     def register(self, holding: Holding, attribute: str) -> None:
@@ -223,7 +223,7 @@ class BlockAllocator:
     def acquire(self, block_ids: np.ndarray, times: int = 1) -> None:
         """Adds `times` references to each of `block_ids`, which may repeat, for a holder that is no table.
 
-        Null blocks are passed over. A reusable block becomes referenced again; this is how a known prefix is picked up.
+        Null blocks are passed over. An evictable block becomes referenced again; this is how a known prefix is picked up.
         """
         opened = self.ledger.open(self)
         np.add.at(self._other_references, block_ids, times)
@@ -239,17 +239,17 @@ class BlockAllocator:
         if opened:
             self.ledger.close(self)
 
-    def retain(self, block_ids: Sequence[int]) -> None:
-        """Marks blocks whose content may be wanted again: released, they become reusable instead of free."""
-        self._retained.update(block_ids)
+    def mark_cached(self, block_ids: Sequence[int]) -> None:
+        """Marks blocks whose content may be wanted again: released, they become evictable instead of free."""
+        self._cached.update(block_ids)
 
     def forget(self, block_ids: Sequence[int]) -> None:
-        """Undoes `retain`. Reusable blocks among them become free."""
+        """Undoes `mark_cached`. Reusable blocks among them become free."""
         opened = self.ledger.open(self)
         for block_id in block_ids:
-            self._retained.discard(block_id)
-            if block_id in self._reusable:
-                del self._reusable[block_id]
+            self._cached.discard(block_id)
+            if block_id in self._evictable:
+                del self._evictable[block_id]
                 self._free.append(block_id)
         if opened:
             self.ledger.close(self)
@@ -257,7 +257,7 @@ class BlockAllocator:
     def hold_only_tables(self) -> None:
         """Lets go of what others than tables hold or know: of a copy that came without them."""
         self._other_references = np.zeros_like(self._other_references)
-        self._retained = set()
+        self._cached = set()
         self.settle()
 
     def settle(self) -> None:
@@ -271,17 +271,17 @@ class BlockAllocator:
             references += np.bincount(held, minlength=num_blocks).astype(np.int32)
         references[NULL_BLOCK] = 0
         unheld = set(np.flatnonzero(references == 0).tolist()) - {NULL_BLOCK}
-        known = self._retained & unheld
+        known = self._cached & unheld
         now = self.clock.tick()
-        reusable = OrderedDict(
-            (block_id, released) for block_id, released in self._reusable.items() if block_id in known
+        evictable = OrderedDict(
+            (block_id, released) for block_id, released in self._evictable.items() if block_id in known
         )
-        for block_id in sorted(known - reusable.keys()):
-            reusable[block_id] = now
+        for block_id in sorted(known - evictable.keys()):
+            evictable[block_id] = now
         unknown = unheld - known
         still_free = dict.fromkeys(block_id for block_id in self._free if block_id in unknown)
         self._free = [*still_free, *sorted(unknown - still_free.keys(), reverse=True)]
-        self._references, self._reusable = references, reusable
+        self._references, self._evictable = references, evictable
 
     def _resize(self, num_blocks: int) -> None:
         opened = self.ledger.open(self)
@@ -295,8 +295,8 @@ class BlockAllocator:
 
     def _acquire(self, block_ids: np.ndarray, times: int) -> None:
         block_ids = block_ids[block_ids != NULL_BLOCK]
-        for block_id in block_ids[self._references[block_ids] == 0].tolist() if self._reusable else ():
-            self._reusable.pop(block_id, None)
+        for block_id in block_ids[self._references[block_ids] == 0].tolist() if self._evictable else ():
+            self._evictable.pop(block_id, None)
         if block_ids.size == 1:
             self._references[block_ids] += times
         else:
@@ -308,10 +308,10 @@ class BlockAllocator:
             return
         np.subtract.at(self._references, block_ids, 1)
         unheld = block_ids[self._references[block_ids] == 0].tolist()
-        # The tail of a sequence goes first, so that the head of a retained run is the last to be evicted.
+        # The tail of a sequence goes first, so that the head of a cached run is the last to be evicted.
         for block_id in reversed(dict.fromkeys(unheld)):
-            if block_id in self._retained:
-                self._reusable[block_id] = released
+            if block_id in self._cached:
+                self._evictable[block_id] = released
             else:
                 self._free.append(block_id)
 

@@ -34,10 +34,10 @@ class Need(NamedTuple):
         store_from: first new token that is stored.
         is_new: bool `[num_rows, width]`, which logical blocks are new.
         copying: rows whose last block has to be copied first.
-        is_new_hot: bool `[num_rows, width]`, which of the new blocks are hot.
-        opening: rows whose last block needs a new hot block.
+        is_new_exact: bool `[num_rows, width]`, which of the new blocks are exact.
+        opening: rows whose last block needs a new exact block.
         last_block: logical block in which each row goes on.
-        has_hot: whether there are hot blocks at all.
+        has_exact: whether there are exact blocks at all.
     """
 
     padding: np.ndarray
@@ -45,10 +45,10 @@ class Need(NamedTuple):
     store_from: np.ndarray
     is_new: np.ndarray
     copying: list[int]
-    is_new_hot: np.ndarray
+    is_new_exact: np.ndarray
     opening: list[int]
     last_block: np.ndarray
-    has_hot: bool
+    has_exact: bool
 
     @property
     def count(self) -> int:
@@ -56,9 +56,9 @@ class Need(NamedTuple):
         return int(self.is_new.sum()) + len(self.copying)
 
     @property
-    def hot_count(self) -> int:
-        """Hot blocks to be allocated."""
-        return int(self.is_new_hot.sum()) + len(self.opening) if self.has_hot else 0
+    def exact_count(self) -> int:
+        """Exact blocks to be allocated."""
+        return int(self.is_new_exact.sum()) + len(self.opening) if self.has_exact else 0
 
     @property
     def width(self) -> int:
@@ -87,17 +87,17 @@ def filled(ids: np.ndarray, need: Need, is_new: np.ndarray, replaced: list[int],
     return ids
 
 
-def moves_into(state: TableState, need: Need, new_ids: np.ndarray, hot_ids: np.ndarray) -> Moves:
+def moves_into(state: TableState, need: Need, new_ids: np.ndarray, exact_ids: np.ndarray) -> Moves:
     """What to move from the present blocks to these new ones."""
     if not need.copying and not need.opening:
         return NO_MOVES
     sources = {row: int(state.block_ids[row, need.last_block[row]]) for row in {*need.copying, *need.opening}}
     copies = [(sources[row], target) for row, target in zip(need.copying, new_ids.tolist(), strict=False)]
     moves = Moves(copies, [], [])
-    for row, target in zip(need.opening, (hot_ids - 1).tolist(), strict=False):
-        hot_source = int(state.hot_ids[row, need.last_block[row]]) - 1
-        if hot_source >= 0:
-            moves.hot_copies.append((hot_source, target))
+    for row, target in zip(need.opening, (exact_ids - 1).tolist(), strict=False):
+        exact_source = int(state.exact_ids[row, need.last_block[row]]) - 1
+        if exact_source >= 0:
+            moves.exact_copies.append((exact_source, target))
         else:
-            moves.thaws.append((sources[row], target))
+            moves.dequantized.append((sources[row], target))
     return moves

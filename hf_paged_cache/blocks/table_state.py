@@ -10,8 +10,8 @@ class TableState(NamedTuple):
 
     Attributes:
         block_ids: int32 `[num_rows, width]`, logical block -> block id; 0 where a row has no block.
-        hot_ids: int32 `[num_rows, width]`, logical block -> hot block; 0 where a row reads codes, or has no block.
-            All 0 without hot blocks.
+        exact_ids: int32 `[num_rows, width]`, logical block -> exact block; 0 where a row reads codes, or has no block.
+            All 0 without exact blocks.
         padding: int32 `[num_rows]`, leading columns of each row that are not tokens.
         given_up: int32 `[num_rows]`, leading logical blocks of each row that were given back.
         num_columns: tokens seen, padding included.
@@ -20,7 +20,7 @@ class TableState(NamedTuple):
     """
 
     block_ids: np.ndarray
-    hot_ids: np.ndarray
+    exact_ids: np.ndarray
     padding: np.ndarray
     given_up: np.ndarray
     num_columns: int
@@ -52,19 +52,19 @@ class TableState(NamedTuple):
         if width <= self.width:
             return self
         more = ((0, 0), (0, max(width, 2 * self.width) - self.width))
-        return self._replace(block_ids=np.pad(self.block_ids, more), hot_ids=np.pad(self.hot_ids, more))
+        return self._replace(block_ids=np.pad(self.block_ids, more), exact_ids=np.pad(self.exact_ids, more))
 
     def without(self, entries: np.ndarray) -> "TableState":
         """Without the blocks where the bool `[num_rows, width]` says so."""
         return self._replace(
-            block_ids=np.where(entries, 0, self.block_ids), hot_ids=np.where(entries, 0, self.hot_ids)
+            block_ids=np.where(entries, 0, self.block_ids), exact_ids=np.where(entries, 0, self.exact_ids)
         ).renewed()
 
-    def without_hot(self, entries: tuple[np.ndarray, np.ndarray]) -> "TableState":
+    def without_exact(self, entries: tuple[np.ndarray, np.ndarray]) -> "TableState":
         """Reading the codes of blocks (rows `[n]`, logical blocks `[n]`)."""
-        hot_ids = self.hot_ids.copy()
-        hot_ids[entries] = 0
-        return self._replace(hot_ids=hot_ids).renewed()
+        exact_ids = self.exact_ids.copy()
+        exact_ids[entries] = 0
+        return self._replace(exact_ids=exact_ids).renewed()
 
     def exchanged(self, entries: tuple[np.ndarray, np.ndarray], block_ids: np.ndarray) -> "TableState":
         """With blocks `[n]` of the same content in the place of those at entries (rows `[n]`, logical blocks `[n]`)."""
@@ -95,7 +95,7 @@ class TableState(NamedTuple):
         """With `rows`, indices of present ones, in their place."""
         return self._replace(
             block_ids=self.block_ids[rows],
-            hot_ids=self.hot_ids[rows],
+            exact_ids=self.exact_ids[rows],
             padding=self.padding[rows],
             given_up=self.given_up[rows],
         )

@@ -8,7 +8,7 @@ import numpy as np
 from hf_paged_kernels import StepMetadata
 
 from hf_paged_cache.blocks.allocator import BlockAllocator, Holding
-from hf_paged_cache.blocks.exact import HotBlocks, Pairs
+from hf_paged_cache.blocks.exact import ExactBlocks, Pairs
 from hf_paged_cache.blocks.extension import Extension, Need, filled, moves_into, padding_after
 from hf_paged_cache.blocks.table_state import TableState
 from hf_paged_cache.ledger import Change, Ledger
@@ -36,7 +36,7 @@ class BlockTable:
         window: tokens that the layers of the group look back, the current one included; `None` for all. Blocks that
             have left the window are given back.
         take: takes block ids, `allocator.take` unless something has to grow first.
-        hot: where hot blocks come from, for codecs that quantize whole blocks; `None` if there are none.
+        exact: where exact blocks come from, for codecs that quantize whole blocks; `None` if there are none.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class BlockTable:
         block_size: int,
         window: int | None = None,
         take: Callable[[int], np.ndarray] | None = None,
-        hot: HotBlocks | None = None,
+        exact: ExactBlocks | None = None,
     ) -> None:
         self._allocator = allocator
         self._take = take or allocator.take
         self.block_size = block_size
         self.window = window
-        self.hot = hot
+        self.exact = exact
         self._holding = Holding(TableState.empty(0, 0))
         self._register()
 
@@ -80,9 +80,9 @@ class BlockTable:
         return self.state.block_ids
 
     @property
-    def hot_ids(self) -> np.ndarray:
-        """int32 `[num_rows, width]`, logical block -> hot block; 0 where a row reads codes, or has no block."""
-        return self.state.hot_ids
+    def exact_ids(self) -> np.ndarray:
+        """int32 `[num_rows, width]`, logical block -> exact block; 0 where a row reads codes, or has no block."""
+        return self.state.exact_ids
 
     @property
     def padding(self) -> np.ndarray:
@@ -119,9 +119,9 @@ class BlockTable:
         return int((self.block_size - self._filled_slots(self.block_ids)).sum())
 
     @property
-    def num_cold_tokens(self) -> int:
-        """Tokens in blocks that some row reads by block id and not in a hot block; shared ones count once."""
-        block_ids = self.block_ids if self.hot is None else np.where(self.hot_ids == 0, self.block_ids, 0)
+    def num_quantized_tokens(self) -> int:
+        """Tokens in blocks that some row reads by block id and not in an exact block; shared ones count once."""
+        block_ids = self.block_ids if self.exact is None else np.where(self.exact_ids == 0, self.block_ids, 0)
         return int(self._filled_slots(block_ids).sum())
 
     def _filled_slots(self, block_ids: np.ndarray) -> np.ndarray:
@@ -142,7 +142,7 @@ class BlockTable:
         self.ledger.commit([self.change_to(state)])
 
     def extend(
-        self, num_rows: int, num_new: int, attended: np.ndarray | None = None, *, keep_past: bool = False
+        self, num_rows: int, num_new: int, attended: np.ndarray | None = None, *, record_past: bool = False
     ) -> Extension:
         """Takes what it needs to have `num_new` columns more in every row. The rows stay as they are until `commit`.
 
@@ -151,89 +151,91 @@ class BlockTable:
             num_new: new columns.
             attended: bool `[num_rows, num_new]`, the 2-D attention mask of the new columns. Only its leading False
                 run matters, in rows that have no token yet: padding that is not stored. `None` for no padding.
-            keep_past: store all new tokens of a windowed group, so that `crop` can go back into them.
+            record_past: store all new tokens of a windowed group, so that `crop` can go back into them.
 
         Raises:
-            OutOfBlocks: nothing has changed then, once the ledger has recovered.
+            OutOfBlocksError: nothing has changed then, once the ledger has recovered.
         """
         state = self.state
         if state.num_columns == 0 and state.num_rows != num_rows:
             state = TableState.empty(num_rows, state.generation)
-        need = self._need(state, num_new, attended, keep_past)
-        # Hot blocks first: to take the others may evict known ones, which cannot be undone.
-        hot_count, count = need.hot_count, need.count
-        hot_ids = self.hot.take(hot_count) if hot_count else _NOTHING
+        need = self._need(state, num_new, attended, record_past)
+        # Exact blocks first: to take the others may evict known ones, which cannot be undone.
+        exact_count, count = need.exact_count, need.count
+        exact_ids = self.exact.take(exact_count) if exact_count else _NOTHING
         new_ids = self._take(count) if count else _NOTHING
         first_kept_column, num_columns = state.first_kept_column, state.num_columns + num_new
-        if self.window is not None and not keep_past:
+        if self.window is not None and not record_past:
             first_kept_column = max(first_kept_column, num_columns - self.window + 1)
         wide = state.widened(need.width)
         after = TableState(
             block_ids=filled(wide.block_ids, need, need.is_new, need.copying, new_ids),
-            hot_ids=filled(wide.hot_ids, need, need.is_new_hot, need.opening, hot_ids),
+            exact_ids=filled(wide.exact_ids, need, need.is_new_exact, need.opening, exact_ids),
             padding=need.padding,
             given_up=state.given_up,
             num_columns=num_columns,
             first_kept_column=first_kept_column,
             generation=state.generation + bool(need.copying),
         )
-        return Extension(after, self._step(after, num_new, need), moves_into(state, need, new_ids, hot_ids))
+        return Extension(after, self._step(after, num_new, need), moves_into(state, need, new_ids, exact_ids))
 
     def blocks_to_extend(
-        self, num_new: int, attended: np.ndarray | None, *, keep_past: bool, state: TableState | None = None
+        self, num_new: int, attended: np.ndarray | None, *, record_past: bool, state: TableState | None = None
     ) -> tuple[int, int]:
-        """Blocks and hot blocks that `extend` with these arguments would take, of rows that hold `state`."""
-        need = self._need(self.state if state is None else state, num_new, attended, keep_past)
-        return need.count, need.hot_count
+        """Blocks and exact blocks that `extend` with these arguments would take, of rows that hold `state`."""
+        need = self._need(self.state if state is None else state, num_new, attended, record_past)
+        return need.count, need.exact_count
 
     def blocks_let_go(self, state: TableState) -> tuple[int, int]:
-        """Blocks and hot blocks that nobody would hold any more if the rows held `state`."""
+        """Blocks and exact blocks that nobody would hold any more if the rows held `state`."""
         present = self.state
         num_blocks = self._allocator.num_let_go(present.block_ids, state.block_ids)
-        return num_blocks, 0 if self.hot is None else self.hot.allocator.num_let_go(present.hot_ids, state.hot_ids)
+        return num_blocks, 0 if self.exact is None else self.exact.allocator.num_let_go(
+            present.exact_ids, state.exact_ids
+        )
 
-    def before_next_step(self, *, keep_past: bool = True) -> tuple[TableState, Pairs]:
+    def before_next_step(self, *, record_past: bool = True) -> tuple[TableState, Pairs]:
         """What the rows hold when the next step begins: without what it cannot read exactly, or at all.
 
         Blocks before `first_kept_column` go then and not before, so that the last step can be undone.
 
         Args:
-            keep_past: keep the columns that no later step looks back at, if they are there still.
+            record_past: keep the columns that no later step looks back at, if they are there still.
 
         Returns:
-            The state, the present one if nothing goes, and the hot blocks to be quantized first (`hot_pairs`).
+            The state, the present one if nothing goes, and the exact blocks to be quantized first (`exact_pairs`).
         """
-        state = self.state if keep_past else self._within_window(self.state)
+        state = self.state if record_past else self._within_window(self.state)
         if self.window is not None:
             state = state.without_unkept(self.block_size)
-        if self.hot is None:
+        if self.exact is None:
             return state, []
         entries = self._due(state, state.seq_lens)
-        return (state.without_hot(entries), self.hot_pairs(entries)) if len(entries[0]) else (state, [])
+        return (state.without_exact(entries), self.exact_pairs(entries)) if len(entries[0]) else (state, [])
 
-    def hot_pairs(self, entries: tuple[np.ndarray, np.ndarray]) -> Pairs:
-        """The place of the hot block and the block id at some entries (rows `[n]`, logical blocks `[n]`), each pair
+    def exact_pairs(self, entries: tuple[np.ndarray, np.ndarray]) -> Pairs:
+        """The place of the exact block and the block id at some entries (rows `[n]`, logical blocks `[n]`), each pair
         once."""
-        pairs = zip((self.hot_ids[entries] - 1).tolist(), self.block_ids[entries].tolist(), strict=True)
+        pairs = zip((self.exact_ids[entries] - 1).tolist(), self.block_ids[entries].tolist(), strict=True)
         return list(dict.fromkeys(pairs))
 
     def snapshot(self, num_columns: int) -> tuple[StepMetadata, Pairs]:
         """A step without new tokens, to read the first `num_columns` columns as a next step would.
 
         Returns:
-            The step, and the hot blocks whose codes it reads, which have to be made first (`hot_pairs`).
+            The step, and the exact blocks whose codes it reads, which have to be made first (`exact_pairs`).
         """
         # Blocks that are to go may lack tokens, and so are not to be quantized.
         state = self.state if self.window is None else self.state.without_unkept(self.block_size)
         seq_lens = np.maximum(num_columns - state.padding, 0)
-        hot_table, pairs = None, []
-        if self.hot is not None:
+        exact_table, pairs = None, []
+        if self.exact is not None:
             entries = self._due(state, seq_lens)
-            hot_table, pairs = state.hot_ids - 1, self.hot_pairs(entries)
-            hot_table[entries] = -1
+            exact_table, pairs = state.exact_ids - 1, self.exact_pairs(entries)
+            exact_table[entries] = -1
         step = StepMetadata(
             block_table=state.block_ids,
-            hot_table=hot_table,
+            exact_table=exact_table,
             seq_lens=seq_lens,
             padding=state.padding,
             slots=np.zeros((state.num_rows, 0), dtype=np.int32),
@@ -273,13 +275,13 @@ class BlockTable:
 
     def fork(self, copies: int) -> "BlockTable":
         """A table in which every row stands `copies` times in a row, sharing all blocks with this one."""
-        other = BlockTable(self._allocator, self.block_size, self.window, self._take, self.hot)
+        other = BlockTable(self._allocator, self.block_size, self.window, self._take, self.exact)
         rows = np.arange(self.num_rows).repeat(copies)
         other.commit(self.state.selected(rows)._replace(generation=0))
         return other
 
     def adopted(
-        self, num_columns: int, padding: np.ndarray, block_ids: np.ndarray, hot_ids: np.ndarray | None
+        self, num_columns: int, padding: np.ndarray, block_ids: np.ndarray, exact_ids: np.ndarray | None
     ) -> TableState:
         """An empty table that begins with blocks that are known, which it holds from then on like others do.
 
@@ -288,14 +290,14 @@ class BlockTable:
             padding: int32 `[num_rows]`, leading columns of each row that are not tokens.
             block_ids: int32 `[num_rows, width]`, the blocks of each row's tokens; 0 where there is none, or it has
                 left the window.
-            hot_ids: int32 `[num_rows, width]`, hot blocks; 0 where a row is to read codes. `None` if there are none.
+            exact_ids: int32 `[num_rows, width]`, exact blocks; 0 where a row is to read codes. `None` if there are none.
         """
         first_kept_column, given_up = 0, np.zeros_like(padding)
         if self.window is not None:
             first_kept_column = max(num_columns - self.window + 1, 0)
             given_up = np.maximum(first_kept_column - padding, 0) // self.block_size
-        hot_ids = np.zeros_like(block_ids) if hot_ids is None else hot_ids
-        return TableState(block_ids, hot_ids, padding, given_up, num_columns, first_kept_column, self.generation + 1)
+        exact_ids = np.zeros_like(block_ids) if exact_ids is None else exact_ids
+        return TableState(block_ids, exact_ids, padding, given_up, num_columns, first_kept_column, self.generation + 1)
 
     def emptied(self) -> TableState:
         """No rows; the table takes any number of them again."""
@@ -303,8 +305,8 @@ class BlockTable:
 
     def _kinds(self) -> list[tuple[BlockAllocator, str]]:
         """Each allocator, and the ids of a state that are its own."""
-        hot = [] if self.hot is None else [(self.hot.allocator, "hot_ids")]
-        return [(self._allocator, "block_ids"), *hot]
+        exact = [] if self.exact is None else [(self.exact.allocator, "exact_ids")]
+        return [(self._allocator, "block_ids"), *exact]
 
     def _register(self) -> None:
         for allocator, attribute in self._kinds():
@@ -312,8 +314,8 @@ class BlockTable:
 
     def _count(self, old: TableState, new: TableState) -> None:
         self._allocator.count_change(old.block_ids, new.block_ids)
-        if self.hot is not None:
-            self.hot.allocator.count_change(old.hot_ids, new.hot_ids)
+        if self.exact is not None:
+            self.exact.allocator.count_change(old.exact_ids, new.exact_ids)
 
     def _within_window(self, state: TableState) -> TableState:
         if self.window is None:
@@ -322,16 +324,16 @@ class BlockTable:
         return state._replace(first_kept_column=first_kept_column).without_unkept(self.block_size)
 
     def _due(self, state: TableState, seq_lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The entries (rows `[n]`, logical blocks `[n]`) that are hot and that rows of these lengths read as codes."""
-        return np.nonzero((state.hot_ids != 0) & self.hot.are_cold(seq_lens, state.width))
+        """The entries (rows `[n]`, logical blocks `[n]`) that are exact and that rows of these lengths read as codes."""
+        return np.nonzero((state.exact_ids != 0) & self.exact.are_quantized(seq_lens, state.width))
 
-    def _need(self, state: TableState, num_new: int, attended: np.ndarray | None, keep_past: bool) -> Need:
+    def _need(self, state: TableState, num_new: int, attended: np.ndarray | None, record_past: bool) -> Need:
         size = self.block_size
         padding = padding_after(state, num_new, attended)
         old_lens = np.maximum(state.num_columns - padding, 0)
         new_lens = state.num_columns + num_new - padding
         store_from = old_lens
-        if self.window is not None and not keep_past:
+        if self.window is not None and not record_past:
             # Tokens that no later step can see are not stored; whole blocks of them, to keep blocks aligned.
             store_from = np.maximum(old_lens, (new_lens - self.window + 1) // size * size)
         first_block = np.maximum(-(-old_lens // size), store_from // size)
@@ -340,13 +342,13 @@ class BlockTable:
         copying = self._rows_to_copy(state, np.flatnonzero(writes_on), old_lens)
         block = np.arange(max(int(end_block.max()), state.width))[None]
         is_new = (block >= first_block[:, None]) & (block < end_block[:, None])
-        is_new_hot, opening = is_new, []
-        if self.hot is not None:
-            is_new_hot = is_new & ~self.hot.are_cold(new_lens, is_new.shape[1])
-            last_hot = state.hot_ids[np.arange(state.num_rows), old_lens // size * writes_on]
-            opening = sorted({*copying, *np.flatnonzero(writes_on & (last_hot == 0)).tolist()})
-        has_hot = self.hot is not None
-        return Need(padding, old_lens, store_from, is_new, copying, is_new_hot, opening, old_lens // size, has_hot)
+        is_new_exact, opening = is_new, []
+        if self.exact is not None:
+            is_new_exact = is_new & ~self.exact.are_quantized(new_lens, is_new.shape[1])
+            last_exact = state.exact_ids[np.arange(state.num_rows), old_lens // size * writes_on]
+            opening = sorted({*copying, *np.flatnonzero(writes_on & (last_exact == 0)).tolist()})
+        has_exact = self.exact is not None
+        return Need(padding, old_lens, store_from, is_new, copying, is_new_exact, opening, old_lens // size, has_exact)
 
     def _rows_to_copy(self, state: TableState, rows: np.ndarray, old_lens: np.ndarray) -> list[int]:
         """Those of `rows`, which write on in their last block, that share it with others. The last of several such
@@ -358,7 +360,7 @@ class BlockTable:
         copying, copied = [], dict.fromkeys(blocks.tolist(), 0)
         for row, block in zip(rows[shared].tolist(), blocks[shared].tolist(), strict=True):
             is_last_holder = self._allocator.references(np.array(block)) - copied[block] == 1
-            if not is_last_holder or self._allocator.is_retained(block):
+            if not is_last_holder or self._allocator.is_cached(block):
                 copied[block] += 1
                 copying.append(row)
         return copying
@@ -375,20 +377,20 @@ class BlockTable:
             return np.where(is_stored & (block_ids >= first_block_id), block_ids * size + tokens % size, -1)
 
         block_table = state.block_ids[:, :width]
-        hot_table = hot_slots = quantized = None
-        if self.hot is not None:
-            hot_table = state.hot_ids[:, :width] - 1
-            hot_slots = slots(hot_table, 0)
-            rows, blocks = np.nonzero(need.is_new[:, :width] & ~need.is_new_hot[:, :width])
+        exact_table = exact_slots = quantized = None
+        if self.exact is not None:
+            exact_table = state.exact_ids[:, :width] - 1
+            exact_slots = slots(exact_table, 0)
+            rows, blocks = np.nonzero(need.is_new[:, :width] & ~need.is_new_exact[:, :width])
             first_columns = blocks * size - (seq_lens - num_new)[rows]
             quantized = np.stack([rows, first_columns, block_table[rows, blocks]], axis=1)
         return StepMetadata(
             block_table=block_table,
-            hot_table=hot_table,
+            exact_table=exact_table,
             seq_lens=seq_lens,
             padding=state.padding,
             slots=slots(block_table, 1),
-            hot_slots=hot_slots,
+            exact_slots=exact_slots,
             quantized=quantized,
             num_columns=state.num_columns,
             block_size=size,

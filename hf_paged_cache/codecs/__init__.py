@@ -4,7 +4,7 @@ from typing import get_args
 
 from hf_paged_kernels import Backend
 
-from hf_paged_cache.blocks.exact import HotPolicy
+from hf_paged_cache.blocks.exact import ExactPolicy
 from hf_paged_cache.codecs.base import Codec, Geometry
 from hf_paged_cache.codecs.grouped import GroupedCodec
 from hf_paged_cache.codecs.quant import PRESETS, KVQuant
@@ -27,7 +27,7 @@ class LayerCodecs:
         backend: as in `Codec`.
 
     Attributes:
-        hot: what stays exact in layers that quantize whole blocks; `None` if there are none.
+        exact: what stays exact in layers that quantize whole blocks; `None` if there are none.
 
     Raises:
         InvalidArgumentError: there is no codec of that name, or two layers are to keep different tokens exact.
@@ -39,14 +39,14 @@ class LayerCodecs:
             raise InvalidArgumentError(f"unknown backend={backend!r}: expected one of {names}, or None")
         self._default = make_codec(kv, backend)
         others = {layer: kv.for_layer(layer) for layer in kv.layers} if isinstance(kv, KVQuant) else {}
-        if self._default.hot is not None:
+        if self._default.exact is not None:
             # Layers with a window hold little and would lose the most.
             others.setdefault("sliding", "raw")
         self._others = {layer: make_codec(choice, backend) for layer, choice in others.items()}
-        policies = {codec.hot for codec in (self._default, *self._others.values())} - {None}
+        policies = {codec.exact for codec in (self._default, *self._others.values())} - {None}
         if len(policies) > 1:
-            raise InvalidArgumentError(f"hot_window and sink have to be the same in all layers, not {policies}")
-        self.hot: HotPolicy | None = next(iter(policies), None)
+            raise InvalidArgumentError(f"exact_recent and sink have to be the same in all layers, not {policies}")
+        self.exact: ExactPolicy | None = next(iter(policies), None)
 
     def of(self, layer_idx: int, *, is_sliding: bool) -> Codec:
         """The codec of a layer."""

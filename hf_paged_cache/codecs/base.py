@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from hf_paged_kernels import Backend, Blocks, StepMetadata, paged_attention, read_columns, write_kv
 
-from hf_paged_cache.blocks.exact import HotPolicy
+from hf_paged_cache.blocks.exact import ExactPolicy
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Codec(ABC):
     is_exact: bool
     """Whether what is read back is bit for bit what was written."""
 
-    hot: HotPolicy | None = None
+    exact: ExactPolicy | None = None
     """What stays exact, for codecs that quantize whole blocks."""
 
     block_planes: frozenset[str] = frozenset()

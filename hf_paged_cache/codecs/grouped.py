@@ -3,7 +3,7 @@
 import torch
 from hf_paged_kernels import Backend, GroupedBlocks
 
-from hf_paged_cache.blocks.exact import HotPolicy
+from hf_paged_cache.blocks.exact import ExactPolicy
 from hf_paged_cache.codecs.base import Codec, Geometry
 from hf_paged_cache.codecs.quant import KVQuant
 from hf_paged_cache.errors import UnsupportedError
@@ -22,7 +22,7 @@ class GroupedCodec(Codec):
     def __init__(self, quant: KVQuant, backend: Backend | None = None) -> None:
         super().__init__(backend)
         self.name, self._quant = quant.base, quant
-        self.hot = HotPolicy(quant.hot_window, quant.sink)
+        self.exact = ExactPolicy(quant.exact_recent, quant.exact_sinks)
 
     def block_bytes(self, geometry: Geometry, block_size: int) -> int:
         quant, scale_and_zero = self._quant, 2 * 16

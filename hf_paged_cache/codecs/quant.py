@@ -12,7 +12,7 @@ BITS = (2, 4, 8)
 
 @dataclass(frozen=True)
 class KVQuant:
-    """How keys and values are quantized, in detail: `PagedCache(config, kv=KVQuant("int4", sink=128))`.
+    """How keys and values are quantized, in detail: `PagedCache(config, kv=KVQuant("int4", exact_sinks=128))`.
 
     What is left out is as in `base`. Under `"int8"` and `"fp8"` every token is quantized by itself, when it is written,
     and only `key_offset`, the rotations and `layers` apply. Under the others a block is quantized when it is full: keys
@@ -24,8 +24,8 @@ class KVQuant:
         key_group: tokens of a block whose keys share scale and zero in each channel.
         value_group: channels of a value that share scale and zero. What a group does not divide has smaller groups.
         key_coverage, value_coverage: part of the range of a group, in its middle, that the codes cover.
-        hot_window: newest tokens that stay exact, at least; what follows the last full block comes on top.
-        sink: first tokens of each row that stay exact, rounded up to whole blocks.
+        exact_recent: newest tokens that stay exact, at least; what follows the last full block comes on top.
+        exact_sinks: first tokens of each row that stay exact, rounded up to whole blocks.
         key_offset: under `"int8"` and `"fp8"`, whether codes of keys may say what is left without the offset of their
             block: its first key in the channels that stand out there. On unless it is `False`: without it, keys of
             models that have a large bias in a few channels (Qwen2) are read too coarsely.
@@ -33,7 +33,7 @@ class KVQuant:
             quantized; it is undone when they are read. What stays exact is rotated with them: in a model of 16 bits it
             is read with an error of 1.6e-3 (bfloat16) or 2.0e-4 (float16), relative, root mean square.
         layers: other choices for single layers: a layer index, or `"sliding"` for all layers with a window, and for
-            each `"raw"`, another name, or a `KVQuant`. `hot_window` and `sink` are the same in all layers.
+            each `"raw"`, another name, or a `KVQuant`. `exact_recent` and `exact_sinks` are the same in all layers.
 
     Raises:
         InvalidArgumentError: a value has no meaning.
@@ -46,8 +46,8 @@ class KVQuant:
     value_group: int | None = None
     key_coverage: float | None = None
     value_coverage: float | None = None
-    hot_window: int | None = None
-    sink: int | None = None
+    exact_recent: int | None = None
+    exact_sinks: int | None = None
     key_offset: bool | None = None
     rotate_keys: bool | None = None
     rotate_values: bool | None = None
@@ -69,7 +69,7 @@ class KVQuant:
         for name in ("key_bits", "value_bits"):
             if getattr(self, name) not in (None, *BITS):
                 raise InvalidArgumentError(f"{name}={getattr(self, name)!r}: expected 2, 4 or 8")
-        for name, smallest in (("key_group", 8), ("value_group", 8), ("hot_window", 0), ("sink", 0)):
+        for name, smallest in (("key_group", 8), ("value_group", 8), ("exact_recent", 0), ("exact_sinks", 0)):
             value = getattr(self, name)
             if value is not None and (not is_integer(value) or value < smallest):
                 raise InvalidArgumentError(f"{name}={value!r}: expected a whole number of at least {smallest}")
@@ -95,7 +95,7 @@ class KVQuant:
         if isinstance(quant, str) or quant.is_token_wise or self.is_token_wise:
             return quant
         main = self.filled()
-        kept = {name: getattr(main, name) for name in ("hot_window", "sink") if getattr(quant, name) is None}
+        kept = {name: getattr(main, name) for name in ("exact_recent", "exact_sinks") if getattr(quant, name) is None}
         return replace(quant, **kept)
 
     def filled(self) -> "KVQuant":
@@ -113,16 +113,16 @@ _DETAILS = (
     "value_group",
     "key_coverage",
     "value_coverage",
-    "hot_window",
-    "sink",
+    "exact_recent",
+    "exact_sinks",
 )
 _COMMON: dict[str, Any] = {
     "key_group": 64,
     "value_group": 64,
     "key_coverage": 1.0,
     "value_coverage": 1.0,
-    "hot_window": 64,
-    "sink": 64,
+    "exact_recent": 64,
+    "exact_sinks": 64,
     "rotate_keys": False,
     "rotate_values": False,
 }

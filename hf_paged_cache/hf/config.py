@@ -13,7 +13,7 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
 
-from hf_paged_cache.blocks.exact import HotBlocks
+from hf_paged_cache.blocks.exact import ExactBlocks
 from hf_paged_cache.blocks.tables import BlockTable
 from hf_paged_cache.codecs import LayerCodecs
 from hf_paged_cache.groups import LayerGroup
@@ -46,11 +46,11 @@ class GroupFactory:
     def make(self, window: int | None, layers: Sequence[int], *, is_only_group: bool) -> LayerGroup:
         """A group of layers, by their indices, that look back `window` tokens."""
         codec_of = partial(self.codecs.of, is_sliding=window is not None)
-        num_quantizing = sum(codec_of(layer_idx).hot is not None for layer_idx in layers)
-        hot_pool = hot_blocks = None
+        num_quantizing = sum(codec_of(layer_idx).exact is not None for layer_idx in layers)
+        exact_pool = exact_blocks = None
         if num_quantizing:
             exact = LayerCodecs("raw", codec_of(layers[0]).backend)
-            hot_pool = GroupPool(
+            exact_pool = GroupPool(
                 partial(exact.of, is_sliding=False),
                 self.block_size,
                 num_quantizing,
@@ -58,17 +58,17 @@ class GroupFactory:
                 is_only_group=False,
                 has_null_block=False,
             )
-            hot_blocks = HotBlocks(self.codecs.hot, self.block_size, hot_pool.allocator, hot_pool.take)
+            exact_blocks = ExactBlocks(self.codecs.exact, self.block_size, exact_pool.allocator, exact_pool.take)
         pool = GroupPool(
             codec_of,
             self.block_size,
             len(layers),
             self.budget,
             max_blocks=self.max_blocks,
-            is_only_group=is_only_group and hot_pool is None,
-            hot=hot_pool,
+            is_only_group=is_only_group and exact_pool is None,
+            exact=exact_pool,
         )
-        return LayerGroup(pool, BlockTable(pool.allocator, self.block_size, window, pool.take, hot_blocks))
+        return LayerGroup(pool, BlockTable(pool.allocator, self.block_size, window, pool.take, exact_blocks))
 
 
 def paged_layers(

@@ -82,7 +82,7 @@ class PagedLayer(CacheLayerMixin):
 
         Raises:
             InvalidArgumentError: shape, dtype or device do not fit what the layer holds.
-            OutOfBlocks: there is no room for them.
+            OutOfBlocksError: there is no room for them.
         """
         self._check(key_states, value_states)
         group = self.group
@@ -94,7 +94,7 @@ class PagedLayer(CacheLayerMixin):
         with group.pool.lock:
             pool = group.pool.layer(self.layer_idx, key_states, value_states)
             step = group.begin(
-                self.layer_idx, batch, num_new, attended, keep_past=self.record_past, pass_number=pass_number
+                self.layer_idx, batch, num_new, attended, record_past=self.record_past, pass_number=pass_number
             )
             pool.write(key_states, value_states, step)
         group.finish(self.layer_idx)

@@ -14,7 +14,7 @@ from hf_paged_cache.hf.mask_request import MaskRequest, prompt_without_new_token
 _WITHOUT_CACHE = "Under use_cache=False, which computes everything again at every step, pass no cache"
 
 
-class Announcement(NamedTuple):
+class PendingMask(NamedTuple):
     """The 2-D attention mask of the forward pass that is running.
 
     Attributes:

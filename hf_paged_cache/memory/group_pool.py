@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from hf_paged_kernels import HotColdBlocks, copy_blocks, seal_blocks, thaw_blocks
+from hf_paged_kernels import MixedBlocks, copy_blocks, dequantize_blocks, quantize_blocks
 
 from hf_paged_cache.blocks.allocator import BlockAllocator
 from hf_paged_cache.blocks.exact import Moves, Pairs
 from hf_paged_cache.codecs import Codec, Geometry
-from hf_paged_cache.errors import OutOfBlocks
+from hf_paged_cache.errors import OutOfBlocksError
 from hf_paged_cache.ledger import Ledger
 from hf_paged_cache.memory.budget import MemoryBudget
 from hf_paged_cache.memory.layer_pool import LayerPool, planes_by_name
@@ -36,7 +36,7 @@ class GroupPool:
         budget: the bytes of all groups together.
         max_blocks: blocks that the group may hold, allocated at once; `None` for no such limit.
         is_only_group: nothing else shares the budget, so that all of it is allocated at once.
-        hot: the hot blocks of layers whose codec quantizes whole blocks.
+        exact: the exact blocks of layers whose codec quantizes whole blocks.
         has_null_block: whether memory is held for id 0. Without it a block lies one place lower than its id says.
     """
 
@@ -49,13 +49,13 @@ class GroupPool:
         *,
         max_blocks: int | None = None,
         is_only_group: bool = True,
-        hot: "GroupPool | None" = None,
+        exact: "GroupPool | None" = None,
         has_null_block: bool = True,
     ) -> None:
         self.allocator = BlockAllocator(ledger=budget.ledger)
         self.layers: dict[int, LayerPool] = {}
         self.copies = 0
-        self.hot = hot
+        self.exact = exact
         self.block_size = block_size
         self._codec_of = codec_of
         self._expected_layers = expected_layers
@@ -98,10 +98,10 @@ class GroupPool:
         return sum(known) + missing * (known[-1] if known else 0)
 
     def block_bytes_of(self, layer_idx: int, geometry: Geometry) -> int:
-        """Bytes of one block of a layer with keys and values of a geometry, its hot block included."""
+        """Bytes of one block of a layer with keys and values of a geometry, its exact block included."""
         codec = self._codec_of(layer_idx)
-        hot_bytes = 0 if codec.hot is None else self.hot.block_bytes_of(layer_idx, geometry)
-        return codec.block_bytes(geometry, self.block_size) + hot_bytes
+        exact_bytes = 0 if codec.exact is None else self.exact.block_bytes_of(layer_idx, geometry)
+        return codec.block_bytes(geometry, self.block_size) + exact_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -121,7 +121,7 @@ class GroupPool:
         """The pool of a layer, made for the shape of `key` and `value` when it is first asked for.
 
         Raises:
-            OutOfBlocks: the memory limit leaves no room for the layer.
+            OutOfBlocksError: the memory limit leaves no room for the layer.
         """
         pool = self.layers.get(layer_idx)
         return self.layer_of(layer_idx, Geometry.of(key, value)) if pool is None else pool
@@ -130,18 +130,18 @@ class GroupPool:
         """The pool of a layer, made for keys and values of a geometry when it is first asked for.
 
         Raises:
-            OutOfBlocks: the memory limit leaves no room for the layer.
+            OutOfBlocksError: the memory limit leaves no room for the layer.
         """
         pool = self.layers.get(layer_idx)
         if pool is None:
             codec = self._codec_of(layer_idx)
-            hot = None if codec.hot is None else self.hot.layer_of(layer_idx, geometry)
+            exact = None if codec.exact is None else self.exact.layer_of(layer_idx, geometry)
             num_blocks = self._num_stored(self.allocator.num_blocks)
             num_bytes = num_blocks * codec.block_bytes(geometry, self.block_size)
             if self._budget.remaining is not None and num_bytes > self._budget.remaining + self._promised:
                 raise self._out_of_blocks(num_blocks)
             opened = self.ledger.open(self)
-            pool = LayerPool(codec, geometry, self.block_size, num_blocks, self._budget, hot)
+            pool = LayerPool(codec, geometry, self.block_size, num_blocks, self._budget, exact)
             self.layers[layer_idx] = pool
             self._promise()
             self._close(opened)
@@ -152,7 +152,7 @@ class GroupPool:
         ones.
 
         Raises:
-            OutOfBlocks: the limits do not allow that many. Nothing has changed then.
+            OutOfBlocksError: the limits do not allow that many. Nothing has changed then.
         """
         self._have_free(count)
         return self.allocator.take(count)
@@ -170,8 +170,8 @@ class GroupPool:
             self.layers.clear()
             self._promise()
             self._close(opened)
-            if self.hot is not None:  # whose blocks belong to such as were held here
-                self.hot.give_back_memory()
+            if self.exact is not None:  # whose blocks belong to such as were held here
+                self.exact.give_back_memory()
 
     def settle(self) -> None:
         """Counts anew what the layers hold, after a change that was interrupted."""
@@ -183,24 +183,24 @@ class GroupPool:
     def hold_only_tables(self) -> None:
         """Lets go of the blocks that no table holds: of a copy that came without the other holders."""
         self.allocator.hold_only_tables()
-        if self.hot is not None:
-            self.hot.hold_only_tables()
+        if self.exact is not None:
+            self.exact.hold_only_tables()
 
-    def check_room(self, count: int, hot_count: int = 0, *, let_go: tuple[int, int] = (0, 0)) -> None:
-        """Checks that `take(count)` would succeed, after `hot.take(hot_count)`.
+    def check_room(self, count: int, exact_count: int = 0, *, let_go: tuple[int, int] = (0, 0)) -> None:
+        """Checks that `take(count)` would succeed, after `exact.take(exact_count)`.
 
         Args:
-            count, hot_count: blocks and hot blocks.
-            let_go: blocks and hot blocks that become available before.
+            count, exact_count: blocks and exact blocks.
+            let_go: blocks and exact blocks that become available before.
 
         Raises:
-            OutOfBlocks: it would not.
+            OutOfBlocksError: it would not.
         """
         reserved = 0
-        if hot_count:
-            self.hot.check_room(hot_count, let_go=(let_go[1], 0))
-            missing_hot = hot_count - self.hot.allocator.num_available - let_go[1]
-            reserved = max(missing_hot, 0) * self.hot.block_bytes
+        if exact_count:
+            self.exact.check_room(exact_count, let_go=(let_go[1], 0))
+            missing_exact = exact_count - self.exact.allocator.num_available - let_go[1]
+            reserved = max(missing_exact, 0) * self.exact.block_bytes
         missing = count - self.allocator.num_available - let_go[0]
         if missing <= 0:
             return
@@ -210,27 +210,27 @@ class GroupPool:
 
     def move(self, moves: Moves) -> None:
         """Moves whole blocks in every layer, as the layer stores them."""
-        plain = [layer for layer in self.layers.values() if layer.hot is None]
+        plain = [layer for layer in self.layers.values() if layer.exact is None]
         if moves.copies and plain:
             copy_blocks([layer.blocks for layer in plain], moves.copies, backend=plain[0].codec.backend)
         self.copies += len(moves.copies)
-        if moves.thaws:
-            thaw_blocks(self._hot_and_cold(), moves.thaws)
-        if moves.hot_copies:
-            self.hot.move(Moves(moves.hot_copies, [], []))
+        if moves.dequantized:
+            dequantize_blocks(self._mixed(), moves.dequantized)
+        if moves.exact_copies:
+            self.exact.move(Moves(moves.exact_copies, [], []))
 
-    def seal(self, pairs: Pairs) -> None:
-        """Quantizes hot blocks `(hot block, block id)` in every layer that has them.
+    def quantize(self, pairs: Pairs) -> None:
+        """Quantizes exact blocks `(exact block, block id)` in every layer that has them.
 
-        Doing so before it is due changes nothing: codes are read by rows that hold no hot block, and those of a block
+        Doing so before it is due changes nothing: codes are read by rows that hold no exact block, and those of a block
         that some row reads so are what they were.
         """
         if pairs:
-            seal_blocks(self._hot_and_cold(), pairs)
+            quantize_blocks(self._mixed(), pairs)
 
     def quantizes_blocks(self, layer_idx: int) -> bool:
         """Whether a layer has codes of full blocks only."""
-        return self._codec_of(layer_idx).hot is not None
+        return self._codec_of(layer_idx).exact is not None
 
     def block_planes(self, layer_idx: int) -> frozenset[str]:
         """The planes of a layer that say something about a block, and nothing about single tokens of it."""
@@ -256,8 +256,8 @@ class GroupPool:
         """Where blocks lie in a plane, int64 `[n]`."""
         return torch.from_numpy(block_ids.astype(np.int64) - self._ids_without_memory).to(plane.device)
 
-    def _hot_and_cold(self) -> list[HotColdBlocks]:
-        return [layer.blocks for layer in self.layers.values() if layer.hot is not None]
+    def _mixed(self) -> list[MixedBlocks]:
+        return [layer.blocks for layer in self.layers.values() if layer.exact is not None]
 
     def _have_free(self, count: int) -> None:
         missing = count - self.allocator.num_free
@@ -316,7 +316,7 @@ class GroupPool:
         room = self._budget.remaining - reserved + self._promised + self.num_bytes - moving
         return room // self.block_bytes + self._ids_without_memory
 
-    def _out_of_blocks(self, needed: int) -> OutOfBlocks:
+    def _out_of_blocks(self, needed: int) -> OutOfBlocksError:
         by_memory = self._blocks_by_memory()
         if self._max_blocks is not None and (by_memory is None or self._max_blocks < by_memory):
             limit = f"num_blocks={self._max_blocks} allows no more"
@@ -325,7 +325,7 @@ class GroupPool:
         # The pool may be smaller than the limits allow; what they leave to be added is free.
         present = self.allocator.num_blocks
         to_add = max((self._allowed_blocks() or 0) - present, 0)
-        return OutOfBlocks(
+        return OutOfBlocksError(
             needed=needed,
             free=self.allocator.num_available + to_add,
             total=present - 1 + to_add,

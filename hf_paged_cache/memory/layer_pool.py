@@ -4,7 +4,7 @@ from dataclasses import fields
 from math import prod
 
 import torch
-from hf_paged_kernels import Blocks, HotColdBlocks, StepMetadata
+from hf_paged_kernels import Blocks, MixedBlocks, StepMetadata
 
 from hf_paged_cache.codecs import Codec, Geometry
 from hf_paged_cache.memory.budget import MemoryBudget
@@ -19,7 +19,7 @@ class LayerPool:
         block_size: tokens a block.
         num_blocks: blocks to begin with, the null block included if there is one.
         budget: counts the bytes of the layer; they are in it from the first.
-        hot: the pool of the layer's hot blocks, for a codec that quantizes whole blocks.
+        exact: the pool of the layer's exact blocks, for a codec that quantizes whole blocks.
     """
 
     def __init__(
@@ -29,16 +29,16 @@ class LayerPool:
         block_size: int,
         num_blocks: int,
         budget: MemoryBudget,
-        hot: "LayerPool | None" = None,
+        exact: "LayerPool | None" = None,
     ) -> None:
         self.codec = codec
         self.geometry = geometry
         self.block_size = block_size
         self.block_bytes = codec.block_bytes(geometry, block_size)
-        self.hot = hot
+        self.exact = exact
         self._budget = budget
         self._own = codec.allocate(geometry, block_size, num_blocks)
-        self._with_codes: HotColdBlocks | None = None  # of a pool of hot blocks: those, and the codes beside them
+        self._with_codes: MixedBlocks | None = None  # of a pool of exact blocks: those, and the codes beside them
         budget.add(self.num_bytes)
 
     @property
@@ -46,20 +46,20 @@ class LayerPool:
         """All that a reader needs: the same object until the pool grows, and readable from then on too."""
         # Not between two planes that another thread is moving.
         with self._budget.lock:
-            if self.hot is None:
+            if self.exact is None:
                 return self._own
-            if self.hot._with_codes is None:
-                self.hot._with_codes = HotColdBlocks(self._own, self.hot._own)
-            return self.hot._with_codes
+            if self.exact._with_codes is None:
+                self.exact._with_codes = MixedBlocks(self._own, self.exact._own)
+            return self.exact._with_codes
 
     @property
     def planes(self) -> tuple[torch.Tensor, ...]:
-        """The tensors of the layer, hot blocks not included."""
+        """The tensors of the layer, exact blocks not included."""
         return self._own.planes
 
     @property
     def planes_by_name(self) -> dict[str, torch.Tensor]:
-        """The tensors of the layer by what they hold, hot blocks not included."""
+        """The tensors of the layer by what they hold, exact blocks not included."""
         return planes_by_name(self._own)
 
     @property
@@ -68,7 +68,7 @@ class LayerPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors, those of hot blocks not included."""
+        """Bytes of the tensors, those of exact blocks not included."""
         return self._own.num_blocks * self.block_bytes
 
     def grow(self, num_blocks: int) -> None:
@@ -101,7 +101,7 @@ class LayerPool:
             kept = min(present, num_blocks)
             new[:, :kept] = old[:, :kept]
             self._own = self._own.with_plane(index, new)
-            (self.hot or self)._with_codes = None
+            (self.exact or self)._with_codes = None
             self._budget.remove(old.nbytes)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:

@@ -22,16 +22,16 @@ class _Kinds(NamedTuple):
 
     Attributes:
         block: its block.
-        hot: its hot block; `None` where a codec has none.
+        exact: its exact block; `None` where a codec has none.
         window: tokens that the layers look back; `None` for all.
     """
 
     block: int
-    hot: int | None
+    exact: int | None
     window: int | None
 
 
-class KnownBlocks:
+class CachedBlocks:
     """Keeps blocks when rows let go of them, and finds them again by their tokens.
 
     Whoever calls a method holds the lock of the pools.
@@ -49,7 +49,7 @@ class KnownBlocks:
         self._pools: list[GroupPool] = []
         self._groups: list[_Kinds] = []
         for group in groups:
-            pools = [pool for pool in (group.pool, group.pool.hot) if pool is not None]
+            pools = [pool for pool in (group.pool, group.pool.exact) if pool is not None]
             first = len(self._pools)
             self._groups.append(_Kinds(first, first + 1 if len(pools) > 1 else None, group.table.window))
             self._pools += pools
@@ -69,7 +69,7 @@ class KnownBlocks:
     @property
     def num_bytes(self) -> int:
         """Bytes of the blocks that are known."""
-        return sum(pool.allocator.num_retained * pool.block_bytes for pool in self._pools)
+        return sum(pool.allocator.num_cached * pool.block_bytes for pool in self._pools)
 
     def common_columns(
         self, prompts: Prompts, matches: Sequence[Match], limit: int | None = None, *, in_memory: bool = False
@@ -120,7 +120,7 @@ class KnownBlocks:
             padding: int32 `[num_rows]`, leading columns of each row that are not tokens, at most `num_columns`.
 
         Raises:
-            OutOfBlocks: there is no room for what has to be read from a file. The cache is still empty.
+            OutOfBlocksError: there is no room for what has to be read from a file. The cache is still empty.
             StoreFileError: the model computes keys of another dtype or shape than the file has.
         """
         lengths = num_columns - padding
@@ -134,8 +134,8 @@ class KnownBlocks:
         for kinds, group in zip(self._groups, groups, strict=True):
             first = np.array([self._first_block(kinds, length) for length in lengths.tolist()])
             is_read[kinds.block] = (block >= first[:, None]) & (block * self._block_size < lengths[:, None])
-            if kinds.hot is not None:
-                is_read[kinds.hot] = is_read[kinds.block] & ~group.table.hot.are_cold(lengths, width)
+            if kinds.exact is not None:
+                is_read[kinds.exact] = is_read[kinds.block] & ~group.table.exact.are_quantized(lengths, width)
         with self._in_memory(rows, is_read):
             tables = np.zeros(is_read.shape, dtype=np.int32)
             for row, nodes in enumerate(rows):
@@ -144,8 +144,8 @@ class KnownBlocks:
             tables[~is_read] = 0
             changes = []
             for kinds, group in zip(self._groups, groups, strict=True):
-                hot_ids = None if kinds.hot is None else tables[kinds.hot]
-                changes += group.adopted(num_columns, padding, tables[kinds.block], hot_ids)
+                exact_ids = None if kinds.exact is None else tables[kinds.exact]
+                changes += group.adopted(num_columns, padding, tables[kinds.block], exact_ids)
             ledger = self._pools[0].ledger
             with ledger:
                 ledger.commit(changes)
@@ -167,18 +167,18 @@ class KnownBlocks:
         for kinds, group in zip(self._groups, groups, strict=True):
             held = group.table.block_ids[row, :num_runs]
             blocks[kinds.block, : len(held)] = held
-            if kinds.hot is not None:
-                hot = group.table.hot
-                held = group.table.hot_ids[row, :num_runs]
-                blocks[kinds.hot, : len(held)] = held
-                self._seal(kinds, group, row, blocks[:, :num_full])
+            if kinds.exact is not None:
+                exact = group.table.exact
+                held = group.table.exact_ids[row, :num_runs]
+                blocks[kinds.exact, : len(held)] = held
+                self._quantize(kinds, group, row, blocks[:, :num_full])
                 # Who goes on from here reads codes of these, as the row does.
-                is_cold = hot.are_cold(np.array([len(tokens)]), num_runs)[0]
-                blocks[kinds.hot, is_cold] = 0
+                is_quantized = exact.are_quantized(np.array([len(tokens)]), num_runs)[0]
+                blocks[kinds.exact, is_quantized] = 0
         added = self.index.insert(root, tokens, blocks)
         self._forget(added.dropped)
         for kind, block_id in added.taken:
-            self.allocators[kind].retain([block_id])
+            self.allocators[kind].mark_cached([block_id])
         for kinds, group in zip(self._groups, groups, strict=True):
             known = np.array([node.block_of(kinds.block) for node in added.nodes[:num_full]], dtype=np.int32)
             own = blocks[kinds.block, :num_full]
@@ -191,11 +191,11 @@ class KnownBlocks:
         for group in groups:
             group.restrict_to_window()
 
-    def _seal(self, kinds: _Kinds, group: LayerGroup, row: int, blocks: np.ndarray) -> None:
-        """Makes the codes of full blocks `[num_kinds, n]` of a row that are hot, where they are not known yet."""
+    def _quantize(self, kinds: _Kinds, group: LayerGroup, row: int, blocks: np.ndarray) -> None:
+        """Makes the codes of full blocks `[num_kinds, n]` of a row that are exact, where they are not known yet."""
         known = [self.index.node_of(kinds.block, block_id) is not None for block_id in blocks[kinds.block].tolist()]
-        hot = np.flatnonzero((blocks[kinds.hot] != 0) & ~np.array(known, dtype=bool))
-        group.seal((np.full_like(hot, row), hot))
+        exact = np.flatnonzero((blocks[kinds.exact] != 0) & ~np.array(known, dtype=bool))
+        group.quantize((np.full_like(exact, row), exact))
 
     def attach(self, file: StoreFile, roots: Sequence[PrefixNode], device_of: Callable[[int], torch.device]) -> None:
         """Makes known what a file has. Its blocks are read when they are first wanted.
@@ -253,10 +253,10 @@ class KnownBlocks:
         """
         before = self._free_bytes()
         while (freed := self._free_bytes() - before) < num_bytes:
-            reusable = [allocator for allocator in self.allocators if allocator.num_reusable]
-            if not reusable:
+            evictable = [allocator for allocator in self.allocators if allocator.num_evictable]
+            if not evictable:
                 break
-            min(reusable, key=lambda allocator: allocator.oldest).evict()
+            min(evictable, key=lambda allocator: allocator.oldest).evict()
         return freed
 
     def _free_bytes(self) -> int:
@@ -274,9 +274,9 @@ class KnownBlocks:
         return length
 
     def _has(self, kinds: _Kinds, node: PrefixNode, in_memory: bool) -> bool:
-        """Whether a group can read a run: by its block, or, as codes are made of full ones only, its hot block."""
-        is_readable = kinds.hot is None or node.num_tokens == self._block_size
-        is_readable = is_readable or self._is_known(kinds.hot, node, in_memory)
+        """Whether a group can read a run: by its block, or, as codes are made of full ones only, its exact block."""
+        is_readable = kinds.exact is None or node.num_tokens == self._block_size
+        is_readable = is_readable or self._is_known(kinds.exact, node, in_memory)
         return is_readable and self._is_known(kinds.block, node, in_memory)
 
     def _is_known(self, kind: int, node: PrefixNode, in_memory: bool) -> bool:
@@ -292,7 +292,7 @@ class KnownBlocks:
             is_read: bool `[kinds, num_rows, width]`, the blocks of them that are wanted, as far as they are known.
 
         Raises:
-            OutOfBlocks: there is no room.
+            OutOfBlocksError: there is no room.
         """
         held: list[tuple[BlockAllocator, np.ndarray]] = []
         try:
@@ -316,7 +316,7 @@ class KnownBlocks:
         """Reads the blocks of runs, for each kind those of `missing`, and adds them to what is held."""
         self._saved.make_layers()
         taken: dict[int, np.ndarray] = {}
-        for kind in reversed(range(len(self._pools))):  # hot blocks first, as where rows grow
+        for kind in reversed(range(len(self._pools))):  # exact blocks first, as where rows grow
             if missing[kind]:
                 taken[kind] = self._pools[kind].allocate(len(missing[kind]))
                 held.append((self.allocators[kind], taken[kind]))
@@ -326,18 +326,18 @@ class KnownBlocks:
         for kind, block_ids in taken.items():
             for node, block_id in zip(missing[kind], block_ids.tolist(), strict=True):
                 self.index.set_block(node, kind, block_id)
-            self.allocators[kind].retain(block_ids.tolist())
+            self.allocators[kind].mark_cached(block_ids.tolist())
 
     def _is_saved(self, kind: int, node: PrefixNode) -> bool:
         """Whether a run has a block of a kind in the file."""
         return self._saved is not None and self._saved.places(node)[kind] >= 0
 
     def _kinds_of_blocks(self) -> list[tuple[int | None, bool]]:
-        """For each kind the window of its layers, and whether it is the hot one."""
+        """For each kind the window of its layers, and whether it is the exact one."""
         return [
-            (kinds.window, is_hot)
+            (kinds.window, is_exact)
             for kinds in self._groups
-            for is_hot in ((False,) if kinds.hot is None else (False, True))
+            for is_exact in ((False,) if kinds.exact is None else (False, True))
         ]
 
     def _forget(self, blocks: Sequence[tuple[int, int]]) -> None:
@@ -351,7 +351,7 @@ class _Forget:
     It knows the index weakly, so that a store that is given up does not stay because of its pools.
     """
 
-    def __init__(self, known: KnownBlocks, kind: int) -> None:
+    def __init__(self, known: CachedBlocks, kind: int) -> None:
         self._known = weakref.ref(known)
         self._kind = kind
 

@@ -6,16 +6,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_paged_cache.errors import OutOfBlocks
+from hf_paged_cache.errors import OutOfBlocksError
 from hf_paged_cache.groups import LayerGroup
-from hf_paged_cache.prefix.cached_blocks import KnownBlocks
+from hf_paged_cache.prefix.cached_blocks import CachedBlocks
 from hf_paged_cache.prefix.extra_keys import Name, Names, Spans, before_unknown, real_tokens
 from hf_paged_cache.prefix.identity import Identity, Namespace
 from hf_paged_cache.prefix.prompts import Prompts
 from hf_paged_cache.prefix.requests import Request
 from hf_paged_cache.prefix.saved_blocks import HeldBlocks
 from hf_paged_cache.prefix.store_file import StoreFile
-from hf_paged_cache.prefix.store_stats import KnownRun
+from hf_paged_cache.prefix.store_stats import CachedNode
 from hf_paged_cache.prefix.tree import Match, PrefixNode, tokens_of
 
 
@@ -33,7 +33,7 @@ class HeldPrompts(NamedTuple):
     names: Mapping[int, Name]
 
 
-class KnownPrompts:
+class CachedPrompts:
     """The prompts and answers that a store knows. Whoever calls a method holds the lock of the pools.
 
     Args:
@@ -44,7 +44,7 @@ class KnownPrompts:
         names: of what tokens stand for.
     """
 
-    def __init__(self, blocks: KnownBlocks) -> None:
+    def __init__(self, blocks: CachedBlocks) -> None:
         self.trees: dict[Namespace, PrefixNode] = {}
         self.names = Names()
         self._blocks = blocks
@@ -67,7 +67,7 @@ class KnownPrompts:
         num_columns, why = self._columns(request, matches), ""
         try:
             padding = self._adopt(groups, request.prompts, matches, num_columns)
-        except OutOfBlocks:
+        except OutOfBlocksError:
             why = "there is no room for what would have to be read from the file"
             num_columns = self._columns(request, matches, in_memory=True)
             padding = self._adopt(groups, request.prompts, matches, num_columns)
@@ -104,16 +104,16 @@ class KnownPrompts:
             self.names.keep(self._blocks.names_under(self.trees.values()))
         return num_tokens
 
-    def runs(self) -> list[KnownRun]:
+    def runs(self) -> list[CachedNode]:
         """What is known, block by block: a run of tokens comes after the one that it follows."""
-        runs: list[KnownRun] = []
+        runs: list[CachedNode] = []
         for namespace, root in self.trees.items():
             places: dict[PrefixNode | None, int | None] = {root: None}
             for node in self._blocks.index.runs_after(root):
                 places[node] = len(runs)
                 tokens, keys = real_tokens(tokens_of(node.run), self.names)
                 is_held = self._blocks.is_held(node)
-                runs.append(KnownRun(tokens, places[node.parent], is_held, namespace.salt, keys))
+                runs.append(CachedNode(tokens, places[node.parent], is_held, namespace.salt, keys))
         return runs
 
     def clear(self) -> None:
@@ -132,7 +132,7 @@ class KnownPrompts:
         return HeldPrompts(self._blocks.hold(list(trees.values())), [space.salt for space in trees], names)
 
     def attach(self, file: StoreFile, identity: Identity, device_of: Callable[[int], torch.device]) -> None:
-        """Makes known what a file of the model has, see `KnownBlocks.attach`."""
+        """Makes known what a file of the model has, see `CachedBlocks.attach`."""
         self.trees = {Namespace(identity, salt): self._blocks.index.new_root() for salt in file.salts}
         self.names = Names(file.names.items())
         self._blocks.attach(file, list(self.trees.values()), device_of)

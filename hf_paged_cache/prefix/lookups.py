@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from hf_paged_cache.cache import PagedCache
-from hf_paged_cache.errors import OutOfBlocks
+from hf_paged_cache.errors import OutOfBlocksError
 from hf_paged_cache.prefill import prefill
-from hf_paged_cache.prefix.cached_blocks import KnownBlocks
-from hf_paged_cache.prefix.cached_prompts import KnownPrompts
+from hf_paged_cache.prefix.cached_blocks import CachedBlocks
+from hf_paged_cache.prefix.cached_prompts import CachedPrompts
 from hf_paged_cache.prefix.extra_keys import Spans
 from hf_paged_cache.prefix.identity import Namespace
 from hf_paged_cache.prefix.prompts import Prompts
@@ -19,7 +19,7 @@ from hf_paged_cache.prefix.requests import Request, read_request
 from hf_paged_cache.prefix.resumable import why_not_now
 from hf_paged_cache.prefix.rope_positions import RopePositions, keeps_positions
 from hf_paged_cache.prefix.sharing import plan_parts
-from hf_paged_cache.provenance import Origin, Positions
+from hf_paged_cache.provenance import Positions, StoreProvenance
 
 
 class Lookups:
@@ -32,7 +32,7 @@ class Lookups:
         never: why nothing of the model can ever be reused; empty if something can.
     """
 
-    def __init__(self, model: Any, root: PagedCache, blocks: KnownBlocks, prompts: KnownPrompts, never: str) -> None:
+    def __init__(self, model: Any, root: PagedCache, blocks: CachedBlocks, prompts: CachedPrompts, never: str) -> None:
         self._model = model
         self._root = root
         self._blocks = blocks
@@ -63,7 +63,7 @@ class Lookups:
         cache = self._begin(request, namespace, num_computed, why, is_unknown=is_unknown, positions=positions)
         num_columns = cache.num_columns
         if not request.beside.images:
-            prompts.check_known(num_columns, cache.origin.why)
+            prompts.check_known(num_columns, cache.provenance.why)
         if copies == 1:
             return cache
         if reuse and num_columns < prompts.num_columns - 1 and request.can_be_computed_first:
@@ -93,14 +93,14 @@ class Lookups:
         with self._lock:
             cache = self._root.fork()
             for group in cache.groups:
-                group.keeps_past = not is_unknown
+                group.records_past = not is_unknown
             matches = [] if why else self._prompts.match(namespace, prompts)
             num_columns, padding, why_less = self._prompts.begin(cache.groups, request, matches)
             reused = max(int((num_columns - padding).sum()) - num_computed, 0)
         if self._positions is not None and positions is None and num_columns:
             about = (request.input_ids, request.attention_mask)
             positions = self._positions.after_images(*about, cache, prompts.spans)
-        cache.origin = Origin(
+        cache.provenance = StoreProvenance(
             store=self._blocks,
             namespace=namespace,
             rows=prompts.rows,
@@ -132,10 +132,10 @@ class Lookups:
         for row, num_tokens in parts:
             try:
                 cache = self.compute(prompts.rows[row][:num_tokens], namespace)
-            except OutOfBlocks:
+            except OutOfBlocksError:
                 break
             caches.append(cache)  # so that a later part does not take its blocks
-            num_computed += num_tokens - cache.origin.reused_tokens
+            num_computed += num_tokens - cache.provenance.reused_tokens
         return num_computed
 
     def compute(self, tokens: np.ndarray, namespace: Namespace) -> PagedCache:

@@ -159,13 +159,13 @@ def _prepare_position_ids_for_generation(
     self: Any, inputs_tensor: torch.Tensor, model_kwargs: dict[str, Any]
 ) -> torch.Tensor:
     """In the place of the method of a model: with the cache's positions, if it has some."""
-    origin = getattr(model_kwargs.get(CACHE_ARGUMENT), "origin", None)
+    provenance = getattr(model_kwargs.get(CACHE_ARGUMENT), "provenance", None)
     ids = model_kwargs.get("input_ids", inputs_tensor)
     ids = ids if ids.shape[1] else inputs_tensor
     with _lock:
-        if origin is None or origin.positions is None or ids.ndim != 2 or ids.is_floating_point():
+        if provenance is None or provenance.positions is None or ids.ndim != 2 or ids.is_floating_point():
             return _own(self, inputs_tensor, model_kwargs)
-        positions, shifts = origin.positions.for_rows(len(ids))
+        positions, shifts = provenance.positions.for_rows(len(ids))
         setattr(self.model, STATE, shifts.to(ids.device))
         if ids.shape[1] > positions.shape[-1]:  # the next turn with the same cache
             return _own(self, inputs_tensor, model_kwargs)

@@ -22,7 +22,7 @@ class SavedBlocks:
     Args:
         file: the file, of the same model.
         pools: of each kind of blocks.
-        kinds: for each kind the window of its layers, and whether it is the hot one.
+        kinds: for each kind the window of its layers, and whether it is the exact one.
         device_of: where the keys of a layer are, by its index.
 
     Raises:
@@ -36,7 +36,7 @@ class SavedBlocks:
         kinds: Sequence[tuple[int | None, bool]],
         device_of: Callable[[int], torch.device],
     ) -> None:
-        if [(kind.window, kind.is_hot) for kind in file.kinds] != [*kinds]:
+        if [(kind.window, kind.is_exact) for kind in file.kinds] != [*kinds]:
             raise StoreFileError(f"{file.path} has blocks of other layer groups than the model. Save the store again")
         for kind, (pool, num_blocks) in enumerate(zip(pools, file.runs.num_blocks, strict=True)):
             for layer_idx, geometry in file.kinds[kind].layers.items():
@@ -75,7 +75,7 @@ class SavedBlocks:
             StoreFileError: layers that are there are of another dtype or shape.
         """
         for saved_kind, pool, geometries in zip(self.file.kinds, self._pools, self.geometries(), strict=True):
-            for layer_idx, geometry in geometries.items() if not saved_kind.is_hot else ():
+            for layer_idx, geometry in geometries.items() if not saved_kind.is_exact else ():
                 pool.layer_of(layer_idx, geometry)
 
     def read(self, kind: int, nodes: Sequence[PrefixNode], block_ids: np.ndarray) -> None:
@@ -107,7 +107,7 @@ class HeldBlocks:
         index: the prefix index.
         roots: in it.
         pools: of each kind of blocks.
-        kinds: for each kind the window of its layers, and whether it is the hot one.
+        kinds: for each kind the window of its layers, and whether it is the exact one.
         saved: where the others can be read.
 
     Attributes:

@@ -118,7 +118,7 @@ class Session(InProcess):
 
     def keep_interrupted(self) -> int:
         """Makes known what an interrupted turn has computed: by Ctrl-C, by a streamer or a callback that raised, or by
-        `OutOfBlocks`.
+        `OutOfBlocksError`.
 
         A forward pass that stopped half-way is taken back, and drafts of assisted decoding that were not accepted yet.
 

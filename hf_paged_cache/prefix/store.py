@@ -14,8 +14,8 @@ from hf_paged_cache.cache import PagedCache
 from hf_paged_cache.codecs import KVQuant
 from hf_paged_cache.errors import CacheStateError, InvalidArgumentError, UnsupportedError
 from hf_paged_cache.options import generate_options
-from hf_paged_cache.prefix.cached_blocks import KnownBlocks
-from hf_paged_cache.prefix.cached_prompts import KnownPrompts
+from hf_paged_cache.prefix.cached_blocks import CachedBlocks
+from hf_paged_cache.prefix.cached_prompts import CachedPrompts
 from hf_paged_cache.prefix.extra_keys import runs_of
 from hf_paged_cache.prefix.identity import Identity, Namespace
 from hf_paged_cache.prefix.in_process import InProcess
@@ -27,7 +27,7 @@ from hf_paged_cache.prefix.resumable import layer_device, placeholders, why_neve
 from hf_paged_cache.prefix.session import Pin, Session
 from hf_paged_cache.prefix.smallest import check_room_for_a_block
 from hf_paged_cache.prefix.store_file import StoreFile, write_store_file
-from hf_paged_cache.prefix.store_stats import Counts, KnownRun, StoreStats
+from hf_paged_cache.prefix.store_stats import CachedNode, Counts, StoreStats
 
 
 class BlockStore(InProcess):
@@ -77,8 +77,8 @@ class BlockStore(InProcess):
         self._root = PagedCache(model.config, kv=kv, block_size=block_size, memory=memory, backend=backend)
         self._identity = ModelIdentity(model, kv, block_size)
         check_room_for_a_block(self._root, model)
-        self._known = KnownBlocks(self._root.groups, block_size)
-        self._prompts = KnownPrompts(self._known)
+        self._known = CachedBlocks(self._root.groups, block_size)
+        self._prompts = CachedPrompts(self._known)
         self._lock = self._root.lock
         self._pins: dict[int, Pin] = {}
         self._counts = Counts()
@@ -89,7 +89,7 @@ class BlockStore(InProcess):
     def __repr__(self) -> str:
         stats = self.stats()
         return (
-            f"BlockStore({stats.blocks_known} blocks known, {stats.hit_tokens} of {stats.lookup_tokens} tokens of "
+            f"BlockStore({stats.blocks_cached} blocks known, {stats.hit_tokens} of {stats.lookup_tokens} tokens of "
             f"{stats.lookups} prompts reused)"
         )
 
@@ -132,7 +132,7 @@ class BlockStore(InProcess):
         Raises:
             InvalidArgumentError: an argument has no meaning, there are not as many keys as images, or images that a
                 key names are neither given nor known.
-            OutOfBlocks: `copies` prompts do not fit beside what other caches hold.
+            OutOfBlocksError: `copies` prompts do not fit beside what other caches hold.
         """
         request = read_request(self.model, input_ids, attention_mask, extra_key, inputs, divides=False)
         return self._cache_for(request, copies=copies, reuse=reuse, share=share, salt=salt)
@@ -176,7 +176,7 @@ class BlockStore(InProcess):
         namespace = Namespace(self._current_identity(), salt)
         cache = self._lookups.cache_for(request, namespace, copies=copies, reuse=reuse, share=share)
         with self._lock:
-            self._counts.add_lookup(request.prompts, cache.origin)
+            self._counts.add_lookup(request.prompts, cache.provenance)
         return cache
 
     def commit(self, cache: PagedCache, output: Any) -> int:
@@ -197,19 +197,19 @@ class BlockStore(InProcess):
             CacheStateError: the model has changed since `cache_for`, a forward pass stopped half-way, or the cache was
                 not given the prompts of `cache_for` under their mask.
         """
-        if not isinstance(cache, PagedCache) or cache.origin is None or cache.origin.store is not self._known:
+        if not isinstance(cache, PagedCache) or cache.provenance is None or cache.provenance.store is not self._known:
             raise InvalidArgumentError("commit takes a cache that `cache_for` of this store has made")
-        if cache.origin.is_unknown or not cache.get_seq_length():
+        if cache.provenance.is_unknown or not cache.get_seq_length():
             return 0
         table = cache.groups[0].table
-        origin = cache.origin.for_rows(table.num_rows)
-        if origin is None or (table.padding != np.minimum(origin.padding, table.num_columns)).any():
+        provenance = cache.provenance.for_rows(table.num_rows)
+        if provenance is None or (table.padding != np.minimum(provenance.padding, table.num_columns)).any():
             raise CacheStateError(
                 f"the cache has {table.num_rows} rows with {table.padding.tolist()} columns of padding, but "
-                f"`cache_for` was given {len(cache.origin.rows)} with {cache.origin.padding.tolist()}: give it the "
+                f"`cache_for` was given {len(cache.provenance.rows)} with {cache.provenance.padding.tolist()}: give it the "
                 "attention_mask that `generate` gets, and `copies` for beams and samples"
             )
-        differences = self._identity.current().differences(origin.namespace.identity, "then")
+        differences = self._identity.current().differences(provenance.namespace.identity, "then")
         if differences:
             raise CacheStateError(
                 f"the model has changed since `cache_for` ({'; '.join(differences)}): what the cache holds is of no "
@@ -218,12 +218,12 @@ class BlockStore(InProcess):
         cache.check_finished()
         sequences = getattr(output, "sequences", output)
         ends, pads = generate_options(self.model, {}).ends_and_pads
-        rows = origin.known_rows(table.num_columns, table.seq_lens.tolist(), sequences, ends, pads)
+        rows = provenance.known_rows(table.num_columns, table.seq_lens.tolist(), sequences, ends, pads)
         images = placeholders(self.model.config)
         with self._lock:
-            num_tokens = self._prompts.add(cache.groups, origin.namespace, rows, origin.spans, images)
+            num_tokens = self._prompts.add(cache.groups, provenance.namespace, rows, provenance.spans, images)
             self._counts.committed_tokens += num_tokens
-            cache.origin = origin.committed(rows)
+            cache.provenance = provenance.committed(rows)
         return num_tokens
 
     def session(self, *, salt: str | None = None) -> Session:
@@ -238,7 +238,7 @@ class BlockStore(InProcess):
 
         Raises:
             InvalidArgumentError: it is a batch, or has tokens that stand for images.
-            OutOfBlocks: it does not fit beside what other caches hold.
+            OutOfBlocksError: it does not fit beside what other caches hold.
         """
         if isinstance(input_ids, torch.Tensor) and input_ids.ndim == 1:
             input_ids = input_ids[None]
@@ -345,16 +345,16 @@ class BlockStore(InProcess):
                 hit_tokens=self._counts.hit_tokens,
                 hit_ratio=self._counts.hit_tokens / max(self._counts.lookup_tokens, 1),
                 committed_tokens=self._counts.committed_tokens,
-                runs_known=self._known.index.num_nodes,
-                blocks_known=sum(allocator.num_retained for allocator in self._known.allocators),
-                bytes_known=self._known.num_bytes,
+                nodes=self._known.index.num_nodes,
+                blocks_cached=sum(allocator.num_cached for allocator in self._known.allocators),
+                bytes_cached=self._known.num_bytes,
                 bytes_allocated=cache.bytes_allocated,
-                evictions=sum(allocator.evictions for allocator in self._known.allocators),
+                reclaimed_blocks=sum(allocator.reclaimed_blocks for allocator in self._known.allocators),
                 copies=cache.copies,
                 why=self._never,
             )
 
-    def runs(self) -> list[KnownRun]:
+    def runs(self) -> list[CachedNode]:
         """What is known, block by block: a run of tokens comes after the one that it follows."""
         with self._lock:
             return self._prompts.runs()

@@ -7,7 +7,7 @@ A safetensors file. What identifies the model and tells what is there is in its 
     runs.parent, runs.tree     int64 [runs]               the run before (-1: none), the tree
     runs.places                int64 [kinds, runs]        where its block of each kind stands in the planes (-1: none)
     layers.7.key               [num_kv_heads, blocks, ..] the planes of layer 7, as its codec stores them
-    layers.7.hot.key           the same of its hot blocks
+    layers.7.exact.key           the same of its exact blocks
 
 A file is opened by mapping it into memory, and a block is read when it is asked for.
 

@@ -25,21 +25,21 @@ _DTYPES = {str(dtype): dtype for dtype in DTYPE_NAMES}
 
 
 class SavedKind(NamedTuple):
-    """What one kind of blocks is: those of a layer group, or its hot ones.
+    """What one kind of blocks is: those of a layer group, or its exact ones.
 
     Attributes:
         window: tokens that the layers of the group look back; `None` for all.
-        is_hot: whether they are hot blocks.
+        is_exact: whether they are exact blocks.
         layers: shape and dtypes of the keys and values of each layer that has such blocks, by its index.
     """
 
     window: int | None
-    is_hot: bool
+    is_exact: bool
     layers: Mapping[int, Geometry]
 
     def plane_name(self, layer_idx: int, name: str) -> str:
         """The tensor of a plane in the file."""
-        return f"layers.{layer_idx}.{'hot.' if self.is_hot else ''}{name}"
+        return f"layers.{layer_idx}.{'exact.' if self.is_exact else ''}{name}"
 
     def as_json(self) -> dict[str, Any]:
         """All but the devices, for `from_json`."""
@@ -48,7 +48,7 @@ class SavedKind(NamedTuple):
             details = {name: value for name, value in asdict(geometry).items() if name != "device"}
             dtypes = {name: str(details[name]) for name in ("key_dtype", "value_dtype")}
             layers[str(layer_idx)] = details | dtypes
-        return {"window": self.window, "is_hot": self.is_hot, "layers": layers}
+        return {"window": self.window, "is_exact": self.is_exact, "layers": layers}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "SavedKind":
@@ -57,7 +57,7 @@ class SavedKind(NamedTuple):
         for layer_idx, details in values["layers"].items():
             dtypes = {name: _DTYPES[details[name]] for name in ("key_dtype", "value_dtype")}
             layers[int(layer_idx)] = Geometry(**details | dtypes, device=torch.device("cpu"))
-        return cls(values["window"], values["is_hot"], layers)
+        return cls(values["window"], values["is_exact"], layers)
 
 
 class Runs(NamedTuple):

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_paged_cache.prefix.prompts import Prompts
-from hf_paged_cache.provenance import Origin
+from hf_paged_cache.provenance import StoreProvenance
 
 
 @dataclass(frozen=True, eq=False)
-class KnownRun:
+class CachedNode:
     """Tokens of one block that a store knows.
 
     Attributes:
@@ -37,11 +37,11 @@ class StoreStats:
         hit_tokens: those that were not computed, as they were known, or shared with another row.
         hit_ratio: `hit_tokens / lookup_tokens`.
         committed_tokens: tokens that `commit` was given.
-        runs_known: runs of up to `block_size` tokens that are known, those in a file included.
-        blocks_known: blocks in memory whose content is known, hot ones included.
-        bytes_known: bytes of those.
+        nodes: runs of up to `block_size` tokens that are known, those in a file included.
+        blocks_cached: blocks in memory whose content is known, exact ones included.
+        bytes_cached: bytes of those.
         bytes_allocated: bytes of the pools.
-        evictions: blocks that were given up for others.
+        reclaimed_blocks: blocks that were given up for others.
         copies: blocks that were copied because a cache wrote into one that is known or shared.
         why: why nothing is ever reused with this model; empty if it is.
     """
@@ -51,11 +51,11 @@ class StoreStats:
     hit_tokens: int
     hit_ratio: float
     committed_tokens: int
-    runs_known: int
-    blocks_known: int
-    bytes_known: int
+    nodes: int
+    blocks_cached: int
+    bytes_cached: int
     bytes_allocated: int
-    evictions: int
+    reclaimed_blocks: int
     copies: int
     why: str
 
@@ -69,8 +69,8 @@ class Counts:
     hit_tokens: int = 0
     committed_tokens: int = 0
 
-    def add_lookup(self, prompts: Prompts, origin: Origin) -> None:
+    def add_lookup(self, prompts: Prompts, provenance: StoreProvenance) -> None:
         """Counts the prompts that a cache was made for."""
         self.lookups += len(prompts.rows)
         self.lookup_tokens += sum(len(tokens) for tokens in prompts.rows)
-        self.hit_tokens += origin.reused_tokens
+        self.hit_tokens += provenance.reused_tokens

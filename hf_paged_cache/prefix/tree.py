@@ -172,7 +172,7 @@ class Insertion(NamedTuple):
 class PrefixIndex:
     """Token runs and their blocks.
 
-    A run has a block of each kind: in every layer group one, and a hot one besides where a codec has those.
+    A run has a block of each kind: in every layer group one, and an exact one besides where a codec has those.
 
     Args:
         block_size: tokens a run.

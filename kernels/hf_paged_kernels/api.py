@@ -76,7 +76,7 @@ def paged_attention(
     return (kernels or reference).paged_attention(query, blocks, step, scale=scale, **options)
 
 
-def block_mass(
+def block_attention_scores(
     query: torch.Tensor,
     blocks: Blocks,
     step: StepMetadata,
@@ -109,11 +109,11 @@ def block_mass(
     _check_options(window, softcap)
     if not step.new_tokens_stored:
         raise ValueError(
-            "block_mass needs all new tokens in the blocks; a window left some out: ask for steps shorter than it"
+            "block_attention_scores needs all new tokens in the blocks; a window left some out: ask for steps shorter than it"
         )
     options = {"scale": scale, "window": window, "softcap": softcap, "key_mask": key_mask}
-    kernels = _implementation(query, blocks, backend, "block_mass_unsupported_reason")
-    return (kernels or mass).block_mass(query, blocks, step, lse, **options)
+    kernels = _implementation(query, blocks, backend, "block_attention_scores_unsupported_reason")
+    return (kernels or mass).block_attention_scores(query, blocks, step, lse, **options)
 
 
 def write_kv(

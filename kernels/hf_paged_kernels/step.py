@@ -38,8 +38,8 @@ class StepMetadata:
     Everything stands on the host, so that decisions need no wait for a device. `on(device)` uploads what kernels
     read; what a backend derives from a step (indices, masks) it keeps with `memo`.
 
-    Blocks that are quantized as a whole hold codes only once they are. Until then their tokens are in hot blocks, in
-    the model's dtype: `hot` is the same step as it sees those.
+    Blocks that are quantized as a whole hold codes only once they are. Until then their tokens are in exact blocks, in
+    the model's dtype: `exact` is the same step as it sees those.
 
     Args:
         block_table: int32 `[batch, max_blocks]`; 0 (the null block) where nothing may be read.
@@ -49,9 +49,9 @@ class StepMetadata:
         num_columns: columns after this step.
         block_size: tokens a block.
         new_tokens_stored: whether all new tokens have a slot, so that attention may read them from the blocks.
-        hot_table: int32 `[batch, max_blocks]`, the hot block of each logical block; -1 where a row reads codes. There
-            is no null block among hot ones. `None` if there are none.
-        hot_slots: int32 `[batch, query_length]`, the slots of new columns in hot blocks; -1 for those that are
+        exact_table: int32 `[batch, max_blocks]`, the exact block of each logical block; -1 where a row reads codes. There
+            is no null block among exact ones. `None` if there are none.
+        exact_slots: int32 `[batch, query_length]`, the slots of new columns in exact blocks; -1 for those that are
             quantized at once.
         quantized: int `[n, 3]`, blocks that the new tokens fill and that are quantized at once: row, column of the
             first of their tokens among the new ones, block id.
@@ -68,8 +68,8 @@ class StepMetadata:
         num_columns: int,
         block_size: int,
         new_tokens_stored: bool,
-        hot_table: np.ndarray | None = None,
-        hot_slots: np.ndarray | None = None,
+        exact_table: np.ndarray | None = None,
+        exact_slots: np.ndarray | None = None,
         quantized: np.ndarray | None = None,
         first_block_id: int = 1,
     ) -> None:
@@ -81,7 +81,7 @@ class StepMetadata:
         self.block_size = block_size
         self.new_tokens_stored = new_tokens_stored
         self.quantized = quantized
-        self._hot_table, self._hot_slots = hot_table, hot_slots
+        self._exact_table, self._exact_slots = exact_table, exact_slots
         self._first_block_id = first_block_id
         self.batch, self.query_length = slots.shape
         self._memo: dict[Any, Any] = {}
@@ -114,15 +114,15 @@ class StepMetadata:
         return bool((self.seq_lens < self.query_length).any())
 
     @cached_property
-    def hot(self) -> "StepMetadata | None":
-        """The step in hot blocks; `None` if there are none."""
-        if self._hot_table is None:
+    def exact(self) -> "StepMetadata | None":
+        """The step in exact blocks; `None` if there are none."""
+        if self._exact_table is None:
             return None
         return StepMetadata(
-            block_table=self._hot_table,
+            block_table=self._exact_table,
             seq_lens=self.seq_lens,
             padding=self.padding,
-            slots=self.slots if self._hot_slots is None else self._hot_slots,
+            slots=self.slots if self._exact_slots is None else self._exact_slots,
             num_columns=self.num_columns,
             block_size=self.block_size,
             new_tokens_stored=self.new_tokens_stored,

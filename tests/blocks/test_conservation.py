@@ -20,7 +20,7 @@ from hf_paged_cache.blocks.allocator import BlockAllocator
 from hf_paged_cache.blocks.exact import Moves
 from hf_paged_cache.blocks.table_state import TableState
 from hf_paged_cache.blocks.tables import BlockTable
-from hf_paged_cache.errors import OutOfBlocks
+from hf_paged_cache.errors import OutOfBlocksError
 from tests.support.interrupts import interrupted_at
 from tests.support.small_tables import extend
 
@@ -63,9 +63,9 @@ class Conservation(RuleBasedStateMachine):
         self.pool = np.full((NUM_BLOCKS + 1) * SIZE, GONE)
         self.live: list[Cache] = []
         self.next_number = 0
-        self.retained: set[int] = set()
+        self.cached: set[int] = set()
         self.picked_up: list[int] = []  # blocks held outside of any table, as a known prefix is
-        self.remembered: dict[int, list[int]] = {}  # content of retained blocks when they became known
+        self.remembered: dict[int, list[int]] = {}  # content of cached blocks when they became known
 
     @property
     def started(self) -> list[Cache]:
@@ -82,46 +82,46 @@ class Conservation(RuleBasedStateMachine):
     def new_cache(self, window: int) -> None:
         self.live.append(Cache(self.new_table(window)))
 
-    @rule(num_new=st.integers(1, 11), num_rows=st.integers(1, 3), keep_past=st.booleans(), data=st.data())
-    def prefill(self, num_new: int, num_rows: int, keep_past: bool, data: st.DataObject) -> None:
+    @rule(num_new=st.integers(1, 11), num_rows=st.integers(1, 3), record_past=st.booleans(), data=st.data())
+    def prefill(self, num_new: int, num_rows: int, record_past: bool, data: st.DataObject) -> None:
         """A chunk, with leading padding in rows that have not begun."""
         cache = pick(self.live, data)
         if not cache.num_columns:
             cache.rows = [[]] * num_rows
         padding = st.sampled_from([0, 0, 0, min(2, num_new), num_new])
-        self.feed(cache, num_new, [0 if any_token(row) else data.draw(padding) for row in cache.rows], keep_past)
+        self.feed(cache, num_new, [0 if any_token(row) else data.draw(padding) for row in cache.rows], record_past)
 
     @precondition(lambda self: self.started)
-    @rule(steps=st.integers(1, 6), keep_past=st.booleans(), data=st.data())
-    def decode(self, steps: int, keep_past: bool, data: st.DataObject) -> None:
+    @rule(steps=st.integers(1, 6), record_past=st.booleans(), data=st.data())
+    def decode(self, steps: int, record_past: bool, data: st.DataObject) -> None:
         cache = pick(self.started, data)
         for _ in range(steps):
-            self.feed(cache, 1, [0] * len(cache.rows), keep_past)
+            self.feed(cache, 1, [0] * len(cache.rows), record_past)
 
     @precondition(lambda self: self.started)
-    @rule(num_new=st.integers(1, 11), keep_past=st.booleans(), data=st.data())
-    def extend_and_take_back(self, num_new: int, keep_past: bool, data: st.DataObject) -> None:
+    @rule(num_new=st.integers(1, 11), record_past=st.booleans(), data=st.data())
+    def extend_and_take_back(self, num_new: int, record_past: bool, data: st.DataObject) -> None:
         """A forward pass that fails in a later layer."""
         cache = pick(self.started, data)
         self.give_up_old_tokens(cache)
         table, rows, kept_from = cache.table, list(cache.rows), cache.kept_from
         before = (table.num_columns, table.first_kept_column)
-        self.feed(cache, num_new, [0] * len(rows), keep_past)
+        self.feed(cache, num_new, [0] * len(rows), record_past)
         table.commit(table.cropped(*before))
         cache.rows, cache.kept_from = rows, kept_from
 
     @precondition(lambda self: self.started)
-    @rule(num_new=st.integers(1, 11), keep_past=st.booleans(), line=st.integers(1, 130), data=st.data())
-    def interrupt_a_step(self, num_new: int, keep_past: bool, line: int, data: st.DataObject) -> None:
+    @rule(num_new=st.integers(1, 11), record_past=st.booleans(), line=st.integers(1, 130), data=st.data())
+    def interrupt_a_step(self, num_new: int, record_past: bool, line: int, data: st.DataObject) -> None:
         """Ctrl-C before any line of a step. The invariants then find what every row read before."""
         cache = pick(self.started, data)
         table, num_rows = cache.table, len(cache.rows)
         self.give_up_old_tokens(cache)
         self.poison_unheld()
-        if self.expected_refusal(cache, num_new, [0] * num_rows, keep_past) is not None:
+        if self.expected_refusal(cache, num_new, [0] * num_rows, record_past) is not None:
             return
         before, columns = self.state(cache), (table.num_columns, table.first_kept_column)
-        came = interrupted_at(line, lambda: self.extend(table, num_rows, num_new, None, keep_past))
+        came = interrupted_at(line, lambda: self.extend(table, num_rows, num_new, None, record_past))
         self.recover()
         if came and table.num_columns == columns[0]:
             assert self.state(cache) == before
@@ -155,7 +155,7 @@ class Conservation(RuleBasedStateMachine):
         self.allocator.ledger.recover()
         for block in self.evicted:  # the index has forgotten it, if the allocator has not
             self.allocator.forget([block])
-            self.retained.discard(block)
+            self.cached.discard(block)
         self.evicted.clear()
 
     @precondition(lambda self: self.started)
@@ -202,25 +202,25 @@ class Conservation(RuleBasedStateMachine):
 
     @precondition(lambda self: self.started)
     @rule(data=st.data())
-    def retain(self, data: st.DataObject) -> None:
+    def mark_cached(self, data: st.DataObject) -> None:
         """The full blocks of a cache are known from now on."""
         cache = pick(self.started, data)
         for row in range(len(cache.rows)):
             full = cache.table.block_ids[row, : len(cache.tokens(row)) // SIZE]
             known = [block for block in full[full != 0].tolist() if GONE not in self.content(block)]
-            self.allocator.retain(known)
-            self.retained.update(known)
+            self.allocator.mark_cached(known)
+            self.cached.update(known)
 
-    @precondition(lambda self: self.retained)
+    @precondition(lambda self: self.cached)
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
-        self.forget_block(data.draw(st.sampled_from(sorted(self.retained))))
+        self.forget_block(data.draw(st.sampled_from(sorted(self.cached))))
 
-    @precondition(lambda self: self.retained and len(self.picked_up) < 10)
+    @precondition(lambda self: self.cached and len(self.picked_up) < 10)
     @rule(data=st.data())
     def pick_up(self, data: st.DataObject) -> None:
         """A known block is found again, whether somebody still holds it or not."""
-        block = data.draw(st.sampled_from(sorted(self.retained)))
+        block = data.draw(st.sampled_from(sorted(self.cached)))
         self.allocator.acquire(np.array([block, 0], dtype=np.int32))
         self.picked_up.append(block)
 
@@ -236,7 +236,7 @@ class Conservation(RuleBasedStateMachine):
 
     def forget_block(self, block: int) -> None:
         self.allocator.forget([block])
-        self.retained.discard(block)
+        self.cached.discard(block)
 
     def forget_cut_blocks(self, cache: Cache) -> None:
         """A row that holds a known block alone will write into it again once it has been cut."""
@@ -245,34 +245,34 @@ class Conservation(RuleBasedStateMachine):
             if length % SIZE:
                 self.forget_block(int(cache.table.block_ids[row, length // SIZE]))
 
-    def feed(self, cache: Cache, num_new: int, leading: list[int], keep_past: bool) -> None:
+    def feed(self, cache: Cache, num_new: int, leading: list[int], record_past: bool) -> None:
         """Extends and writes as a layer group does, or finds that there is no room and nothing has changed."""
         table = cache.table
         self.give_up_old_tokens(cache)
         self.poison_unheld()
         attended = np.arange(num_new)[None] >= np.array(leading)[:, None]
-        refusal = self.expected_refusal(cache, num_new, leading, keep_past)
+        refusal = self.expected_refusal(cache, num_new, leading, record_past)
         if refusal is not None:
             before, num_evicted = self.state(cache), len(self.evicted)
-            with pytest.raises(OutOfBlocks) as error:
-                extend(table, len(cache.rows), num_new, attended, keep_past=keep_past)
+            with pytest.raises(OutOfBlocksError) as error:
+                extend(table, len(cache.rows), num_new, attended, record_past=record_past)
             assert (error.value.needed, error.value.free, error.value.total) == refusal
             assert self.state(cache) == before
             assert len(self.evicted) == num_evicted
             del error  # its traceback holds the table
             return
-        step = self.extend(table, len(cache.rows), num_new, attended, keep_past)
+        step = self.extend(table, len(cache.rows), num_new, attended, record_past)
         self.write(cache, step, leading, num_new)
-        if table.window is not None and not keep_past:
+        if table.window is not None and not record_past:
             cache.kept_from = max(cache.kept_from, cache.past_window())
 
     def extend(
-        self, table: BlockTable, num_rows: int, num_new: int, attended: np.ndarray | None, keep_past: bool
+        self, table: BlockTable, num_rows: int, num_new: int, attended: np.ndarray | None, record_past: bool
     ) -> StepMetadata:
         """Takes blocks, moves what has to be moved, and only then lets the table name them."""
-        extension = table.extend(num_rows, num_new, attended, keep_past=keep_past)
+        extension = table.extend(num_rows, num_new, attended, record_past=record_past)
         for block in self.evicted:
-            self.retained.discard(block)
+            self.cached.discard(block)
             self.content(block)[:] = GONE
         self.evicted.clear()
         self.move(extension.moves)
@@ -283,10 +283,13 @@ class Conservation(RuleBasedStateMachine):
         cache.table.commit(cache.table.before_next_step()[0])
 
     def expected_refusal(
-        self, cache: Cache, num_new: int, leading: list[int], keep_past: bool
+        self, cache: Cache, num_new: int, leading: list[int], record_past: bool
     ) -> tuple[int, int, int] | None:
         """What the error says is needed, free and there at all, if there is no room."""
-        needed, available = self.blocks_needed(cache, num_new, leading, keep_past), NUM_BLOCKS - len(self.references())
+        needed, available = (
+            self.blocks_needed(cache, num_new, leading, record_past),
+            NUM_BLOCKS - len(self.references()),
+        )
         return (needed, available, NUM_BLOCKS) if needed > available else None
 
     def state(self, cache: Cache) -> tuple:
@@ -299,14 +302,14 @@ class Conservation(RuleBasedStateMachine):
         for source, target in moves.copies:
             self.content(target)[:] = self.content(source)
 
-    def blocks_needed(self, cache: Cache, num_new: int, leading: list[int], keep_past: bool) -> int:
+    def blocks_needed(self, cache: Cache, num_new: int, leading: list[int], record_past: bool) -> int:
         """New blocks, and copies of shared blocks that are written to: all sharers but the last, if all write."""
         references, writers, needed = self.references(), {}, 0
         for row, skipped in enumerate(leading):
             old = len(cache.tokens(row))
             new = old + num_new - skipped
             stored_from = old
-            if cache.table.window is not None and not keep_past:
+            if cache.table.window is not None and not record_past:
                 stored_from = max(old, (new - cache.table.window + 1) // SIZE * SIZE)
             blocks = {token // SIZE for token in range(stored_from, new)}
             needed += len([block for block in blocks if block * SIZE >= old])
@@ -347,22 +350,22 @@ class Conservation(RuleBasedStateMachine):
         """What nobody holds and nobody knows may hold anything."""
         held = self.references()
         for block in range(1, NUM_BLOCKS + 1):
-            if block not in held and block not in self.retained:
+            if block not in held and block not in self.cached:
                 self.content(block)[:] = GONE
 
     @invariant()
     def every_block_is_in_one_state(self) -> None:
         references = self.references()
         counts = self.allocator.references(np.arange(NUM_BLOCKS + 1))
-        assert self.allocator.num_free + self.allocator.num_reusable + len(references) == NUM_BLOCKS
+        assert self.allocator.num_free + self.allocator.num_evictable + len(references) == NUM_BLOCKS
         assert {block: int(counts[block]) for block in counts.nonzero()[0].tolist()} == references
-        # All that can be allocated is what is not held, each block once; the reusable ones are the known ones.
+        # All that can be allocated is what is not held, each block once; the evictable ones are the known ones.
         probe = copy.deepcopy(self.allocator)
         available = probe.allocate(probe.num_available).tolist()
-        reusable, self.evicted[:] = self.evicted[:], []
+        evictable, self.evicted[:] = self.evicted[:], []
         assert sorted([*available, *references]) == list(range(1, NUM_BLOCKS + 1))
-        assert set(reusable) == self.retained - set(references)
-        assert len(reusable) == self.allocator.num_reusable
+        assert set(evictable) == self.cached - set(references)
+        assert len(evictable) == self.allocator.num_evictable
 
     @invariant()
     def every_token_reads_back(self) -> None:
@@ -383,11 +386,11 @@ class Conservation(RuleBasedStateMachine):
     @invariant()
     def known_blocks_stay_as_they_are(self) -> None:
         for block, content in list(self.remembered.items()):
-            if block not in self.retained:
+            if block not in self.cached:
                 del self.remembered[block]
             else:
                 assert self.content(block).tolist() == content
-        for block in self.retained:
+        for block in self.cached:
             self.remembered.setdefault(block, self.content(block).tolist())
 
 

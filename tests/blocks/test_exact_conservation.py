@@ -1,7 +1,7 @@
-"""`test_conservation` for codecs that quantize whole blocks: no hot block is lost either, and each row reads codes or
+"""`test_conservation` for codecs that quantize whole blocks: no exact block is lost either, and each row reads codes or
 exact numbers as its own length and history say, whatever the rows that share its blocks do.
 
-The code of a number is that number and `CODE`; the code of a code is itself, as for blocks that were thawed.
+The code of a number is that number and `CODE`; the code of a code is itself, as for blocks that were dequantized.
 """
 
 from __future__ import annotations
@@ -15,65 +15,65 @@ from hypothesis import settings
 from hypothesis.stateful import invariant
 
 from hf_paged_cache.blocks.allocator import BlockAllocator
-from hf_paged_cache.blocks.exact import HotBlocks, HotPolicy, Moves, Pairs
+from hf_paged_cache.blocks.exact import ExactBlocks, ExactPolicy, Moves, Pairs
 from hf_paged_cache.blocks.tables import BlockTable
 from tests.blocks.test_conservation import GONE, NUM_BLOCKS, PROFILE, SIZE, Cache, Conservation
 
-NUM_HOT = 16
+NUM_EXACT = 16
 CODE = 1 << 40
 
 
-class HotConservation(Conservation):
-    """The pool of numbers is that of a layer that stores them as they are; beside it are codes and hot blocks."""
+class ExactConservation(Conservation):
+    """The pool of numbers is that of a layer that stores them as they are; beside it are codes and exact blocks."""
 
-    policy = HotPolicy(window=5, sink=3)
+    policy = ExactPolicy(window=5, exact_sinks=3)
 
     def __init__(self) -> None:
         super().__init__()
-        self.hot_allocator = BlockAllocator(NUM_HOT + 1, ledger=self.allocator.ledger)
-        self.hot_pool = np.full((NUM_HOT + 1) * SIZE, GONE)
+        self.exact_allocator = BlockAllocator(NUM_EXACT + 1, ledger=self.allocator.ledger)
+        self.exact_pool = np.full((NUM_EXACT + 1) * SIZE, GONE)
         self.codes = np.full((NUM_BLOCKS + 1) * SIZE, GONE)
 
     def new_table(self, window: int | None) -> BlockTable:
-        hot = HotBlocks(self.policy, SIZE, self.hot_allocator)
-        return BlockTable(self.allocator, SIZE, window, hot=hot)
+        exact = ExactBlocks(self.policy, SIZE, self.exact_allocator)
+        return BlockTable(self.allocator, SIZE, window, exact=exact)
 
     def give_up_old_tokens(self, cache: Cache) -> None:
         before, pairs = cache.table.before_next_step()
-        self.seal(pairs)
+        self.quantize(pairs)
         cache.table.commit(before)
         self.mark_codes(cache, [0] * len(cache.rows))
 
-    def seal(self, pairs: Pairs) -> None:
+    def quantize(self, pairs: Pairs) -> None:
         tables = [live.table for live in self.live]
-        for hot_block, block in pairs:
+        for exact_block, block in pairs:
             before = block_of(self.codes, block).copy()
-            self.quantize(block, block_of(self.hot_pool, hot_block))
-            if any(((table.block_ids == block) & (table.hot_ids == 0)).any() for table in tables):
+            self.quantize_block(block, block_of(self.exact_pool, exact_block))
+            if any(((table.block_ids == block) & (table.exact_ids == 0)).any() for table in tables):
                 assert (block_of(self.codes, block) == before).all(), "codes changed under a row that reads them"
 
     def move(self, moves: Moves) -> None:
         super().move(moves)
-        for block, hot_block in moves.thaws:
+        for block, exact_block in moves.dequantized:
             assert GONE not in block_of(self.codes, block)
-            block_of(self.hot_pool, hot_block)[:] = block_of(self.codes, block)
-        for source, target in moves.hot_copies:
-            block_of(self.hot_pool, target)[:] = block_of(self.hot_pool, source)
+            block_of(self.exact_pool, exact_block)[:] = block_of(self.codes, block)
+        for source, target in moves.exact_copies:
+            block_of(self.exact_pool, target)[:] = block_of(self.exact_pool, source)
 
     def write(self, cache: Cache, step: StepMetadata, leading: list[int], num_new: int) -> None:
         old_lens = [len(cache.tokens(row)) for row in range(len(cache.rows))]
         super().write(cache, step, leading, num_new)
-        references = self.hot_references()
+        references = self.exact_references()
         new = [row[-num_new:] for row in cache.rows]
-        for row, column in np.argwhere(step.hot.slots >= 0).tolist():
-            slot = int(step.hot.slots[row, column])
-            assert references[slot // SIZE + 1] == 1, "a hot block was written that others hold"
-            self.hot_pool[slot] = new[row][column]
+        for row, column in np.argwhere(step.exact.slots >= 0).tolist():
+            slot = int(step.exact.slots[row, column])
+            assert references[slot // SIZE + 1] == 1, "an exact block was written that others hold"
+            self.exact_pool[slot] = new[row][column]
         for row, first, block in step.quantized.tolist():
-            self.quantize(block, np.array(new[row][first : first + SIZE]))
+            self.quantize_block(block, np.array(new[row][first : first + SIZE]))
         self.mark_codes(cache, old_lens)
 
-    def quantize(self, block: int, numbers: np.ndarray) -> None:
+    def quantize_block(self, block: int, numbers: np.ndarray) -> None:
         assert GONE not in numbers
         block_of(self.codes, block)[:] = CODE + numbers % CODE
 
@@ -83,72 +83,77 @@ class HotConservation(Conservation):
             tokens = cache.tokens(row)
             padding = len(cache.rows[row]) - len(tokens)
             for token in range(len(tokens)):
-                if token // SIZE * SIZE >= first and self.is_cold(token // SIZE, len(tokens)):
+                if token // SIZE * SIZE >= first and self.is_quantized(token // SIZE, len(tokens)):
                     tokens[token] = CODE + tokens[token] % CODE
             cache.rows[row] = [None] * padding + tokens
 
-    def is_cold(self, block: int, length: int) -> bool:
+    def is_quantized(self, block: int, length: int) -> bool:
         return block * SIZE >= self.policy.sink and (block + 1) * SIZE <= length - self.policy.window
 
     def expected_refusal(
-        self, cache: Cache, num_new: int, leading: list[int], keep_past: bool
+        self, cache: Cache, num_new: int, leading: list[int], record_past: bool
     ) -> tuple[int, int, int] | None:
-        needed, available = self.hot_needed(cache, num_new, leading, keep_past), NUM_HOT - len(self.hot_references())
+        needed, available = (
+            self.exact_needed(cache, num_new, leading, record_past),
+            NUM_EXACT - len(self.exact_references()),
+        )
         if needed > available:
-            return needed, available, NUM_HOT
-        return super().expected_refusal(cache, num_new, leading, keep_past)
+            return needed, available, NUM_EXACT
+        return super().expected_refusal(cache, num_new, leading, record_past)
 
-    def hot_needed(self, cache: Cache, num_new: int, leading: list[int], keep_past: bool) -> int:
+    def exact_needed(self, cache: Cache, num_new: int, leading: list[int], record_past: bool) -> int:
         """New blocks that stay exact, and blocks that are written to and shared or codes."""
         references, writers, needed = self.references(), {}, 0
         for row, skipped in enumerate(leading):
             old = len(cache.tokens(row))
             new = old + num_new - skipped
             stored_from = old
-            if cache.table.window is not None and not keep_past:
+            if cache.table.window is not None and not record_past:
                 stored_from = max(old, (new - cache.table.window + 1) // SIZE * SIZE)
             blocks = {token // SIZE for token in range(stored_from, new)}
-            needed += len([block for block in blocks if block * SIZE >= old and not self.is_cold(block, new)])
+            needed += len([block for block in blocks if block * SIZE >= old and not self.is_quantized(block, new)])
             if stored_from == old and new > old and old % SIZE:
                 writers.setdefault(int(cache.table.block_ids[row, old // SIZE]), []).append((row, old // SIZE))
         for block, entries in writers.items():
             keeps = entries[-1:] if references[block] == len(entries) else []
-            needed += len([entry for entry in entries if entry not in keeps or cache.table.hot_ids[entry] == 0])
+            needed += len([entry for entry in entries if entry not in keeps or cache.table.exact_ids[entry] == 0])
         return needed
 
-    def hot_references(self) -> dict[int, int]:
-        ids = [cache.table.hot_ids.reshape(-1) for cache in self.live]
+    def exact_references(self) -> dict[int, int]:
+        ids = [cache.table.exact_ids.reshape(-1) for cache in self.live]
         blocks, counts = np.unique(np.concatenate([np.zeros(1, dtype=np.int32), *ids]), return_counts=True)
         return dict(zip(blocks[1:].tolist(), counts[1:].tolist(), strict=True))
 
     def state(self, cache: Cache) -> tuple:
-        return *super().state(cache), cache.table.hot_ids.reshape(-1).tolist() if cache.table.num_columns else []
+        return *super().state(cache), cache.table.exact_ids.reshape(-1).tolist() if cache.table.num_columns else []
 
     def poison_unheld(self) -> None:
         super().poison_unheld()
-        held, hot_held = self.references(), self.hot_references()
+        held, exact_held = self.references(), self.exact_references()
         for block in set(range(NUM_BLOCKS + 1)) - set(held):
             block_of(self.codes, block)[:] = GONE
-        for hot_block in set(range(1, NUM_HOT + 1)) - set(hot_held):
-            block_of(self.hot_pool, hot_block - 1)[:] = GONE
+        for exact_block in set(range(1, NUM_EXACT + 1)) - set(exact_held):
+            block_of(self.exact_pool, exact_block - 1)[:] = GONE
 
     @invariant()
-    def every_hot_block_is_held_or_free(self) -> None:
-        references = self.hot_references()
-        counts = self.hot_allocator.references(np.arange(NUM_HOT + 1))
+    def every_exact_block_is_held_or_free(self) -> None:
+        references = self.exact_references()
+        counts = self.exact_allocator.references(np.arange(NUM_EXACT + 1))
         assert {block: int(counts[block]) for block in counts.nonzero()[0].tolist()} == references
-        probe = copy.deepcopy(self.hot_allocator)
-        assert sorted([*probe.allocate(probe.num_available).tolist(), *references]) == list(range(1, NUM_HOT + 1))
+        probe = copy.deepcopy(self.exact_allocator)
+        assert sorted([*probe.allocate(probe.num_available).tolist(), *references]) == list(range(1, NUM_EXACT + 1))
 
     @invariant()
-    def every_hot_block_belongs_to_one_held_block(self) -> None:
+    def every_exact_block_belongs_to_one_held_block(self) -> None:
         owners: dict[int, int] = {}
         for cache in self.live:
-            ids, hot_ids = cache.table.block_ids, cache.table.hot_ids
-            assert ids.shape == hot_ids.shape
-            for hot_block, block in zip(hot_ids[hot_ids != 0].tolist(), ids[hot_ids != 0].tolist(), strict=True):
+            ids, exact_ids = cache.table.block_ids, cache.table.exact_ids
+            assert ids.shape == exact_ids.shape
+            for exact_block, block in zip(
+                exact_ids[exact_ids != 0].tolist(), ids[exact_ids != 0].tolist(), strict=True
+            ):
                 assert block != 0
-                assert owners.setdefault(hot_block, block) == block
+                assert owners.setdefault(exact_block, block) == block
 
     @invariant()
     def every_token_reads_back(self) -> None:
@@ -157,51 +162,51 @@ class HotConservation(Conservation):
             if not cache.num_columns:
                 continue
             snapshot, pairs = cache.table.snapshot(cache.num_columns)
-            self.seal(pairs)
+            self.quantize(pairs)
             assert cache.table.first_kept_column == cache.kept_from
             for row, columns in enumerate(cache.rows):
                 tokens = cache.tokens(row)
                 first = max(cache.kept_from - (len(columns) - len(tokens)), 0)
                 wanted = np.arange(first, len(tokens))
-                slots, hot_slots = (step.slots_of(wanted[None])[row] for step in (snapshot, snapshot.hot))
+                slots, exact_slots = (step.slots_of(wanted[None])[row] for step in (snapshot, snapshot.exact))
                 assert (slots >= 0).all()
                 assert self.pool[slots].tolist() == [number % CODE for number in tokens[first:]]
                 # The row itself, which reads exactly what it can, and a reader, who sees what a next step would.
-                hot_ids = cache.table.hot_ids[row, wanted // SIZE]
-                own_slots = np.where(hot_ids > 0, (hot_ids - 1) * SIZE + wanted % SIZE, -1)
+                exact_ids = cache.table.exact_ids[row, wanted // SIZE]
+                own_slots = np.where(exact_ids > 0, (exact_ids - 1) * SIZE + wanted % SIZE, -1)
                 assert self.read(slots, own_slots) == tokens[first:]
                 seen = [
-                    CODE + number % CODE if self.is_cold(token // SIZE, len(tokens)) else number
+                    CODE + number % CODE if self.is_quantized(token // SIZE, len(tokens)) else number
                     for token, number in enumerate(tokens)
                 ]
-                assert self.read(slots, hot_slots) == seen[first:]
+                assert self.read(slots, exact_slots) == seen[first:]
 
-    def read(self, slots: np.ndarray, hot_slots: np.ndarray) -> list[int]:
-        """Hot blocks where there are some, codes elsewhere."""
-        return np.where(hot_slots >= 0, self.hot_pool[np.maximum(hot_slots, 0)], self.codes[slots]).tolist()
+    def read(self, slots: np.ndarray, exact_slots: np.ndarray) -> list[int]:
+        """Exact blocks where there are some, codes elsewhere."""
+        return np.where(exact_slots >= 0, self.exact_pool[np.maximum(exact_slots, 0)], self.codes[slots]).tolist()
 
 
-class HotConservationWithoutExactTokens(HotConservation):
-    policy = HotPolicy(window=0, sink=0)
+class ExactConservationWithoutExactTokens(ExactConservation):
+    policy = ExactPolicy(window=0, exact_sinks=0)
 
 
 def block_of(pool: np.ndarray, block: int) -> np.ndarray:
     return pool[block * SIZE : (block + 1) * SIZE]
 
 
-class TestHotConservation(HotConservation.TestCase):
+class TestExactConservation(ExactConservation.TestCase):
     settings = settings(PROFILE, max_examples=60, stateful_step_count=50)
 
 
-class TestHotConservationWithoutExactTokens(HotConservationWithoutExactTokens.TestCase):
+class TestExactConservationWithoutExactTokens(ExactConservationWithoutExactTokens.TestCase):
     settings = settings(PROFILE, max_examples=60, stateful_step_count=50)
 
 
 @pytest.mark.slow
-class TestHotConservationAtLength(HotConservation.TestCase):
+class TestExactConservationAtLength(ExactConservation.TestCase):
     settings = settings(PROFILE, max_examples=600, stateful_step_count=120)
 
 
 @pytest.mark.slow
-class TestHotConservationWithoutExactTokensAtLength(HotConservationWithoutExactTokens.TestCase):
+class TestExactConservationWithoutExactTokensAtLength(ExactConservationWithoutExactTokens.TestCase):
     settings = settings(PROFILE, max_examples=600, stateful_step_count=120)

@@ -5,7 +5,7 @@ import pytest
 
 from hf_paged_cache.blocks.allocator import BlockAllocator
 from hf_paged_cache.blocks.tables import BlockTable
-from hf_paged_cache.errors import OutOfBlocks
+from hf_paged_cache.errors import OutOfBlocksError
 from tests.support.small_tables import SIZE, blocks_of, extend, make_table, mask, slots, state
 
 
@@ -74,7 +74,7 @@ class TestCopyOnWrite:
         extend(table, 1, num_columns)
         last = int(table.block_ids[0, blocks_of(num_columns) - 1])
         table.commit(table.selected(np.zeros(3, dtype=np.int64)))
-        assert table.blocks_to_extend(num_new, None, keep_past=False)[0] == (
+        assert table.blocks_to_extend(num_new, None, record_past=False)[0] == (
             3 * (blocks_of(num_columns + num_new) - blocks_of(num_columns)) + (2 if num_columns % SIZE else 0)
         )
         step, moves = extend(table, 3, num_new)
@@ -107,7 +107,7 @@ class TestCopyOnWrite:
         extend(table, 1, 6)
         fork = table.fork(4)
         del fork
-        assert table.blocks_to_extend(1, None, keep_past=False) == (0, 0)
+        assert table.blocks_to_extend(1, None, record_past=False) == (0, 0)
         step, moves = extend(table, 1, 1)
         assert moves.copies == []
         assert slots(step) == [[10]]
@@ -151,12 +151,12 @@ class TestOutOfBlocks:
             table, allocator = make_table(num_blocks=60, window=window)
             extend(table, 2, num_old, mask("x" * num_old, "." + "x" * (num_old - 1)))
             table.commit(table.selected(np.arange(2).repeat(sharers)))
-            needed, _ = table.blocks_to_extend(num_new, None, keep_past=False)
+            needed, _ = table.blocks_to_extend(num_new, None, record_past=False)
             others = allocator.allocate(allocator.num_available - needed)
             if needed:
                 one_too_many = allocator.allocate(1)
                 before, references = state(table), allocator.references(np.arange(61)).tolist()
-                with pytest.raises(OutOfBlocks) as error:
+                with pytest.raises(OutOfBlocksError) as error:
                     extend(table, 2 * sharers, num_new)
                 assert (error.value.needed, error.value.free, error.value.total) == (needed, needed - 1, 60)
                 assert state(table) == before
@@ -171,7 +171,7 @@ class TestOutOfBlocks:
 
     def test_an_empty_table_takes_another_number_of_rows_after_it(self):
         table, allocator = make_table(num_blocks=3)
-        with pytest.raises(OutOfBlocks, match="needs 4 more"):
+        with pytest.raises(OutOfBlocksError, match="needs 4 more"):
             extend(table, 4, 1)
         assert allocator.num_referenced == 0
         step, _ = extend(table, 3, 4)
@@ -221,9 +221,9 @@ def test_a_block_whose_content_is_known_is_copied_before_it_is_written() -> None
     table = BlockTable(allocator, block_size=4)
     extend(table, 1, 6)
     known = int(table.block_ids[0, 1])
-    allocator.retain([known])
+    allocator.mark_cached([known])
     table.commit(table.cropped(5))
     _, moves = extend(table, 1, 1)
     assert moves.copies == [(known, int(table.block_ids[0, 1]))]
     assert table.block_ids[0, 1] != known
-    assert allocator.num_reusable == 1
+    assert allocator.num_evictable == 1

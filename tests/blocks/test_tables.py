@@ -214,7 +214,7 @@ class TestWindow:
         extend(table, 1, 10)
         table.commit(table.before_next_step()[0])
         for _ in range(8):
-            step, _ = extend(table, 1, 3, keep_past=True)
+            step, _ = extend(table, 1, 3, record_past=True)
             assert step.new_tokens_stored
             table.commit(table.before_next_step()[0])
         assert table.first_kept_column == 6

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from hf_paged_cache import (
     CropError,
     InvalidArgumentError,
-    OutOfBlocks,
+    OutOfBlocksError,
     PagedCache,
     PagedCacheError,
     UnsupportedError,
@@ -109,14 +109,14 @@ def test_what_does_not_fit_is_refused_and_nothing_is_lost(change: Callable[[Page
 @pytest.mark.parametrize("error", [InvalidArgumentError, CropError])
 def test_errors_are_those_a_caller_would_catch(error: type[Exception]) -> None:
     assert issubclass(error, ValueError)
-    assert issubclass(OutOfBlocks, MemoryError)
+    assert issubclass(OutOfBlocksError, MemoryError)
     assert issubclass(UnsupportedError, NotImplementedError)
 
 
 @pytest.mark.parametrize("options", [{"num_blocks": 2}, {"memory": 2 * 16 * 2 * 8 * 4 * 2 * 3}], ids=str)
 def test_a_full_cache_is_as_it_was_before_the_step(options: dict[str, object]) -> None:
     cache = filled(**options)
-    with pytest.raises(OutOfBlocks, match=r"needs 2 more \(8,192 bytes\), 1 of 2 are free, and .*allows no more"):
+    with pytest.raises(OutOfBlocksError, match=r"needs 2 more \(8,192 bytes\), 1 of 2 are free, and .*allows no more"):
         cache.update(states(tokens=30), states(tokens=30), 0)
     assert [layer.get_seq_length() for layer in cache.layers] == [5, 5]
     for layer_idx in range(2):
@@ -126,7 +126,7 @@ def test_a_full_cache_is_as_it_was_before_the_step(options: dict[str, object]) -
 
 def test_a_budget_below_one_block() -> None:
     cache = PagedCache(CONFIG, block_size=16, memory=1000)
-    with pytest.raises(OutOfBlocks, match="memory=1,000 bytes allows no more"):
+    with pytest.raises(OutOfBlocksError, match="memory=1,000 bytes allows no more"):
         cache.update(states(), states(), 0)
     assert cache.get_seq_length() == 0
 

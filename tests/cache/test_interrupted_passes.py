@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig
 
-from hf_paged_cache import KVQuant, OutOfBlocks, PagedCache
+from hf_paged_cache import KVQuant, OutOfBlocksError, PagedCache
 from hf_paged_cache.ledger import Ledger
 from tests.conftest import SIZES
 from tests.support.interrupts import OutOfMemory, failing_operation, interrupted_at
@@ -24,8 +24,8 @@ FULL = LlamaConfig(**SIZES, num_hidden_layers=2)
 SLIDING = Gemma3TextConfig(
     **SIZES, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=20
 )
-EXACT_ENDS = KVQuant("int4", key_group=16, value_group=8, hot_window=16, sink=16)
-NOTHING_EXACT = KVQuant("kivi2", key_group=16, value_group=8, hot_window=0, sink=0)
+EXACT_ENDS = KVQuant("int4", key_group=16, value_group=8, exact_recent=16, exact_sinks=16)
+NOTHING_EXACT = KVQuant("kivi2", key_group=16, value_group=8, exact_recent=0, exact_sinks=0)
 
 
 class Case(NamedTuple):
@@ -113,7 +113,7 @@ def check_counts(caches: Sequence[PagedCache]) -> None:
     for position in range(len(caches[0].groups)):
         groups = [cache.groups[position] for cache in caches]
         pool = groups[0].pool
-        for allocator, name in ((pool.allocator, "block_ids"), (getattr(pool.hot, "allocator", None), "hot_ids")):
+        for allocator, name in ((pool.allocator, "block_ids"), (getattr(pool.exact, "allocator", None), "exact_ids")):
             if allocator is None:
                 continue
             held = np.concatenate([getattr(group.table, name).reshape(-1) for group in groups])
@@ -123,7 +123,7 @@ def check_counts(caches: Sequence[PagedCache]) -> None:
             assert allocator.num_free + int((counts > 0).sum()) == allocator.num_blocks - 1
     budget = caches[0]._budget
     pools = {id(group.pool): group.pool for group in caches[0].groups}.values()
-    assert budget.allocated == sum(pool.num_bytes + (pool.hot.num_bytes if pool.hot else 0) for pool in pools)
+    assert budget.allocated == sum(pool.num_bytes + (pool.exact.num_bytes if pool.exact else 0) for pool in pools)
 
 
 def same(actual: list[Tensor], expected: list[Tensor]) -> bool:
@@ -252,7 +252,7 @@ def test_refused_passes_change_nothing() -> None:
     cache = new_cache(case, num_blocks=3)[0]
     before, used = content([cache]), cache.stats()
     for _ in range(2):
-        with pytest.raises(OutOfBlocks, match=r"needs 1 more .*, 0 of 3 are free"):
+        with pytest.raises(OutOfBlocksError, match=r"needs 1 more .*, 0 of 3 are free"):
             feed(cache, 1)
     assert same(content([cache]), before)
     assert cache.stats() == used
@@ -264,7 +264,7 @@ def test_refused_passes_change_nothing() -> None:
 
 def test_an_error_names_what_the_limits_allow() -> None:
     cache = PagedCache(FULL, block_size=16, num_blocks=2)
-    with pytest.raises(OutOfBlocks, match=r"needs 4 more .*, 2 of 2 are free, and num_blocks=2") as error:
+    with pytest.raises(OutOfBlocksError, match=r"needs 4 more .*, 2 of 2 are free, and num_blocks=2") as error:
         feed(cache, 60)
     assert (error.value.needed, error.value.free, error.value.total) == (4, 2, 2)
 

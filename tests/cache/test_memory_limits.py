@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 
-from hf_paged_cache import OutOfBlocks, PagedCache, prefill
+from hf_paged_cache import OutOfBlocksError, PagedCache, prefill
 from tests.support.compat import CACHE_ARGUMENT, generate
 from tests.support.families import FAMILIES, inputs
 from tests.support.memory import Memory
@@ -60,7 +60,7 @@ def test_exactly_the_needed_blocks_are_enough(llama: Models, prompts: Prompts, l
     cache = new_cache(model, num_blocks=needed)
     assert answer(model, prompt, cache, new_tokens).equal(answer(model, prompt, None, new_tokens))
     assert (cache.stats().blocks_used, cache.stats().blocks_free) == (needed, 0)
-    with pytest.raises(OutOfBlocks):
+    with pytest.raises(OutOfBlocksError):
         answer(model, {"input_ids": torch.full((1, needed * BLOCK + 2), 9)}, cache, 1)
     assert cache.get_seq_length() == cached
 
@@ -70,7 +70,7 @@ def test_one_block_less_is_refused_and_nothing_is_lost(llama: Models, prompts: P
     model = llama()
     needed = -(-length // BLOCK)
     cache = new_cache(model, num_blocks=needed - 1)
-    with pytest.raises(OutOfBlocks, match=f"needs {needed} more .* num_blocks={needed - 1} allows no more"):
+    with pytest.raises(OutOfBlocksError, match=f"needs {needed} more .* num_blocks={needed - 1} allows no more"):
         answer(model, prompts(length), cache, 1)
     assert (cache.get_seq_length(), cache.stats().blocks_used) == (0, 0)
     shorter = prompts((needed - 1) * BLOCK)
@@ -82,7 +82,7 @@ def test_rows_of_a_padded_batch_need_what_they_need_alone(llama: Models, prompts
     needed = 1 + 2 + 3  # each with one more token than its prompt
     cache = new_cache(model, num_blocks=needed)
     assert answer(model, batch, cache, 2).equal(answer(model, batch, None, 2))
-    with pytest.raises(OutOfBlocks):
+    with pytest.raises(OutOfBlocksError):
         answer(model, batch, new_cache(model, num_blocks=needed - 1), 2)
 
 
@@ -91,7 +91,7 @@ def test_a_limit_holds_for_each_layer_group(windowed: Models, prompts: Prompts) 
     cache = new_cache(model, num_blocks=3)
     answer(model, prompt, cache, 1)
     assert cache.stats().blocks_total == 2 * 3
-    with pytest.raises(OutOfBlocks, match="of 3 are free, and num_blocks=3"):
+    with pytest.raises(OutOfBlocksError, match="of 3 are free, and num_blocks=3"):
         answer(model, {"input_ids": torch.cat([prompt["input_ids"]] * 2, dim=1)}, cache, 1)
     assert cache.get_seq_length() == 3 * BLOCK
 
@@ -107,7 +107,7 @@ def test_forks_need_a_block_for_each_row_that_differs(llama: Models, prompts: Pr
         if is_enough:
             assert generate(model, prompt, fork, **options).equal(expected)
         else:
-            with pytest.raises(OutOfBlocks):
+            with pytest.raises(OutOfBlocksError):
                 generate(model, prompt, fork, **options)
         del fork
         assert cache.stats().blocks_used == 3
@@ -131,7 +131,7 @@ def test_a_budget_is_never_exceeded(
         try:
             with torch.no_grad():
                 model(ids[:, start : start + (chunk or 40)], **{CACHE_ARGUMENT: cache})
-        except OutOfBlocks as error:
+        except OutOfBlocksError as error:
             assert f"memory={limit:,} bytes allows no more" in str(error)  # noqa: PT017
             refused = True
             break
@@ -148,7 +148,7 @@ def test_a_single_group_uses_its_whole_budget(llama: Models, prompts: Prompts, n
         cache = new_cache(model, memory=limit)
         prompt = prompts((num_blocks - 1) * BLOCK)  # one is the null block
         assert answer(model, prompt, cache, 1).equal(answer(model, prompt, None, 1))
-        with pytest.raises(OutOfBlocks):
+        with pytest.raises(OutOfBlocksError):
             answer(model, {"input_ids": torch.cat([prompt["input_ids"], torch.full((1, 1), 9)], dim=1)}, cache, 1)
 
 
@@ -156,7 +156,7 @@ def test_two_groups_use_most_of_their_budget(windowed: Models, prompts: Prompts)
     model = windowed([SLIDING, FULL])
     limit = 40 * BLOCK_BYTES // 3  # 40 blocks of one layer
     cache = new_cache(model, memory=limit)
-    with pytest.raises(OutOfBlocks):
+    with pytest.raises(OutOfBlocksError):
         generate(model, prompts(1000), cache, max_new_tokens=1, prefill_chunk_size=8)
     assert cache.stats().bytes_used > 0.45 * limit  # while a pool moves, its old tensors are still there
 
@@ -165,22 +165,22 @@ def test_two_groups_use_most_of_their_budget(windowed: Models, prompts: Prompts)
 def test_a_budget_is_a_number_or_a_text(llama: Models, prompts: Prompts, memory: int | str) -> None:
     model = llama()
     cache = new_cache(model, memory=memory)
-    with pytest.raises(OutOfBlocks, match="memory=12,288 bytes"):
+    with pytest.raises(OutOfBlocksError, match="memory=12,288 bytes"):
         answer(model, prompts(40), cache, 1)
 
 
 def test_the_tighter_of_two_limits_counts(llama: Models, prompts: Prompts) -> None:
     model = llama()
-    with pytest.raises(OutOfBlocks, match="num_blocks=2 allows"):
+    with pytest.raises(OutOfBlocksError, match="num_blocks=2 allows"):
         answer(model, prompts(40), new_cache(model, num_blocks=2, memory="1GiB"), 1)
-    with pytest.raises(OutOfBlocks, match="memory="):
+    with pytest.raises(OutOfBlocksError, match="memory="):
         answer(model, prompts(40), new_cache(model, num_blocks=1000, memory=3 * BLOCK_BYTES), 1)
 
 
 @pytest.mark.parametrize("limit", [1, 100, BLOCK_BYTES, 2 * BLOCK_BYTES - 1])
 def test_a_budget_below_one_block_says_what_one_block_takes(llama: Models, prompts: Prompts, limit: int) -> None:
     cache = new_cache(llama(), memory=limit)
-    with pytest.raises(OutOfBlocks, match=f"memory={limit:,} bytes") as info:
+    with pytest.raises(OutOfBlocksError, match=f"memory={limit:,} bytes") as info:
         answer(llama(), prompts(5), cache, 1)
     assert info.value.needed == 1
     assert info.value.block_bytes == BLOCK_BYTES
@@ -192,7 +192,7 @@ def test_the_error_says_what_was_needed(llama: Models, prompts: Prompts) -> None
     model = llama()
     cache = new_cache(model, num_blocks=4)
     answer(model, prompts(20), cache, 1)
-    with pytest.raises(OutOfBlocks) as info:
+    with pytest.raises(OutOfBlocksError) as info:
         answer(model, prompts(100), cache, 1)
     error = info.value
     assert isinstance(error, MemoryError)
@@ -210,7 +210,7 @@ def test_a_cache_that_ran_out_goes_on_when_there_is_room(
     model, ids = windowed(layer_types), prompts(20, 20)["input_ids"]
     expected = answer(model, {"input_ids": ids}, None, 60)
     cache = new_cache(model, num_blocks=6)
-    with pytest.raises(OutOfBlocks):
+    with pytest.raises(OutOfBlocksError):
         answer(model, {"input_ids": ids}, cache, 60)
     assert cache.get_seq_length() == 3 * BLOCK
     assert cache.stats().blocks_used + cache.stats().blocks_free == cache.stats().blocks_total
@@ -224,7 +224,7 @@ def test_a_prompt_that_does_not_fit_leaves_the_conversation_as_it_was(llama: Mod
     cache = new_cache(model, num_blocks=3)
     sequences = answer(model, prompts(20), cache, 10)
     before, stats = contents(cache), cache.stats()
-    with pytest.raises(OutOfBlocks):
+    with pytest.raises(OutOfBlocksError):
         answer(model, {"input_ids": torch.cat([sequences, prompts(60)["input_ids"]], dim=1)}, cache, 1)
     assert cache.stats() == stats
     for ours, theirs in zip(contents(cache), before, strict=True):
@@ -247,7 +247,7 @@ def test_recurrent_states_are_untouched_by_a_step_that_does_not_fit(name: str) -
 
     before = states()
     assert before
-    with pytest.raises(OutOfBlocks), torch.no_grad():
+    with pytest.raises(OutOfBlocksError), torch.no_grad():
         model(prompt[:, :1], **{CACHE_ARGUMENT: cache})
     for ours, theirs in zip(states(), before, strict=True):
         assert ours.equal(theirs)
@@ -367,7 +367,7 @@ def test_a_cache_that_is_gone_after_an_error_holds_nothing(llama: Models, prompt
     model = llama()
 
     def run_out() -> None:
-        with pytest.raises(OutOfBlocks):
+        with pytest.raises(OutOfBlocksError):
             answer(model, prompts(60), new_cache(model, num_blocks=4), 20)
 
     run_out()

@@ -11,22 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from hf_paged_kernels import HotColdBlocks
+from hf_paged_kernels import MixedBlocks
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_paged_cache import KVQuant, OutOfBlocks, PagedCache, prefill
+from hf_paged_cache import KVQuant, OutOfBlocksError, PagedCache, prefill
 from tests.support.compat import CACHE_ARGUMENT, generate
 
 Models = Callable[..., PreTrainedModel]
 Prompts = Callable[..., dict[str, Tensor]]
 
 BLOCK = 16
-INT4 = KVQuant("int4", hot_window=16, sink=16)
-KINDS = {"int8": "int8", "fp8": "fp8", "int4": INT4, "kivi2": KVQuant("kivi2", hot_window=16, sink=16)}
+INT4 = KVQuant("int4", exact_recent=16, exact_sinks=16)
+KINDS = {"int8": "int8", "fp8": "fp8", "int4": INT4, "kivi2": KVQuant("kivi2", exact_recent=16, exact_sinks=16)}
 kinds = pytest.mark.parametrize("kv", KINDS.values(), ids=KINDS)
-# Layers with hot blocks and layers without, which share a block table.
-MIXED = KVQuant("int4", hot_window=16, sink=16, layers={0: "raw", 1: "int8"})
+# Layers with exact blocks and layers without, which share a block table.
+MIXED = KVQuant("int4", exact_recent=16, exact_sinks=16, layers={0: "raw", 1: "int8"})
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -47,8 +47,10 @@ def codes_of(cache: PagedCache) -> Iterator[tuple[Tensor, ...]]:
     """For each layer, row and block that the row reads as codes, their bits."""
     for layer in cache.layers:
         blocks, table = layer.group.pool.layers[layer.layer_idx].blocks, layer.group.table
-        is_hot = table.hot_ids != 0 if isinstance(blocks, HotColdBlocks) else torch.zeros(table.block_ids.shape).numpy()
-        for row, block in zip(*((table.block_ids != 0) & (is_hot == 0)).nonzero(), strict=True):
+        is_exact = (
+            table.exact_ids != 0 if isinstance(blocks, MixedBlocks) else torch.zeros(table.block_ids.shape).numpy()
+        )
+        for row, block in zip(*((table.block_ids != 0) & (is_exact == 0)).nonzero(), strict=True):
             block_id = int(table.block_ids[row, block])
             yield tuple(plane[:, block_id].contiguous().view(torch.uint8).clone() for plane in blocks.planes)
 
@@ -129,7 +131,7 @@ def test_a_full_pool_works_and_a_block_more_is_refused(llama: Models, prompts: P
     assert answer(model, prompt, cache, 11).equal(expected)
     assert (cache.stats().blocks_used, cache.stats().blocks_free) == (5, 0)
     for _ in range(3):
-        with pytest.raises(OutOfBlocks, match="num_blocks=5"):
+        with pytest.raises(OutOfBlocksError, match="num_blocks=5"):
             logits(model, torch.full((1, 2), 9), cache)
         assert cache.get_seq_length() == 80
     cache.crop(-30)
@@ -151,7 +153,7 @@ def test_a_memory_limit_is_never_exceeded_and_what_fits_goes_on(llama: Models, p
         for number, piece in enumerate(pieces):
             try:
                 actual = logits(model, piece, cache)
-            except OutOfBlocks:
+            except OutOfBlocksError:
                 num_refused += 1
                 assert cache.get_seq_length() == 20 * number
                 cache.crop(-min(8, 20 * number))
@@ -170,13 +172,13 @@ def test_a_prompt_that_did_not_fit_does_not_stand_in_the_way_of_one_that_does(
 ) -> None:
     model = llama()
     fresh, tried = (new_cache(model, kv, memory=limit) for _ in range(2))
-    with pytest.raises(OutOfBlocks):
+    with pytest.raises(OutOfBlocksError):
         logits(model, prompts(1_500)["input_ids"], tried)
     assert tried.get_seq_length() == 0
     for length in range(600, 0, -50):
         try:
             expected = logits(model, prompts(length)["input_ids"], fresh)
-        except OutOfBlocks:
+        except OutOfBlocksError:
             continue
         assert logits(model, prompts(length)["input_ids"], tried).equal(expected)
         return
@@ -186,17 +188,17 @@ def test_a_prompt_that_did_not_fit_does_not_stand_in_the_way_of_one_that_does(
 # Numbers
 
 
-def test_stats_count_what_is_quantized_and_what_is_hot(llama: Models, prompts: Prompts) -> None:
+def test_stats_count_what_is_quantized_and_what_is_exact(llama: Models, prompts: Prompts) -> None:
     model = llama()
     cache = new_cache(model, INT4)
     raw_bytes, code_bytes = (new_cache_bytes(model, kv) for kv in ("raw", "int4"))
     assert cache.stats().tokens_quantized == 0
-    for length, quantized, hot_blocks in ((20, 0, 2), (47, 0, 3), (48, 16, 2), (100, 64, 3)):
+    for length, quantized, exact_blocks in ((20, 0, 2), (47, 0, 3), (48, 16, 2), (100, 64, 3)):
         cache.reset()
         logits(model, prompts(length, length)["input_ids"], cache)
         stats = cache.stats()
         assert stats.tokens_quantized == 2 * quantized
-        assert stats.bytes_used == 2 * (hot_blocks * raw_bytes + -(-length // BLOCK) * code_bytes)
+        assert stats.bytes_used == 2 * (exact_blocks * raw_bytes + -(-length // BLOCK) * code_bytes)
         assert stats.bytes_used <= stats.bytes_allocated <= stats.bytes_peak
     cache.batch_repeat_interleave(3)
     assert cache.stats().tokens_quantized == 2 * 64
@@ -211,15 +213,15 @@ def test_every_token_counts_as_quantized_if_each_is_by_itself(llama: Models, pro
     assert cache.stats().tokens_quantized == 50
 
 
-def test_hot_blocks_do_not_grow_with_the_context(llama: Models) -> None:
+def test_exact_blocks_do_not_grow_with_the_context(llama: Models) -> None:
     model = llama(num_layers=1)
     cache = new_cache(model, INT4)
     logits(model, torch.full((2, 2000), 9), cache)
     for _ in range(40):
         logits(model, torch.full((2, 1), 9), cache)
-    hot = cache._groups[0].pool.hot.allocator
-    assert hot.num_referenced == 2 * 3  # sink, window, and what follows the last full block
-    assert hot.num_blocks - 1 <= 2 * 5
+    exact = cache._groups[0].pool.exact.allocator
+    assert exact.num_referenced == 2 * 3  # sink, window, and what follows the last full block
+    assert exact.num_blocks - 1 <= 2 * 5
 
 
 def new_cache_bytes(model: PreTrainedModel, kv: str) -> int:

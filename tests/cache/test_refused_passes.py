@@ -13,7 +13,7 @@ from hf_paged_kernels import StepMetadata
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_paged_cache import CacheStateError, InvalidArgumentError, OutOfBlocks, PagedCache, prefill
+from hf_paged_cache import CacheStateError, InvalidArgumentError, OutOfBlocksError, PagedCache, prefill
 from hf_paged_cache.groups import LayerGroup
 from tests.support.compat import CACHE_ARGUMENT, generate
 from tests.support.families import family_called, inputs
@@ -68,7 +68,7 @@ def test_no_room_under_a_mask_of_four_dimensions(llama: Models, prompts: Prompts
     logits(model, ids[:, :10], cache)
     mask = torch.ones(1, 1, 7, 17, dtype=torch.bool).tril(10)
     for _ in range(3):
-        with pytest.raises(OutOfBlocks):
+        with pytest.raises(OutOfBlocksError):
             logits(model, ids[:, 10:], cache, attention_mask=mask)
         assert columns(cache) == [10]
 
@@ -82,14 +82,14 @@ def test_no_room_for_the_second_of_two_groups(windowed: Models, prompts: Prompts
         try:
             cache = PagedCache(model.config, block_size=16, memory=memory)
             logits(model, ids[:, :16], cache)
-        except OutOfBlocks:
+        except OutOfBlocksError:
             continue
         for length in range(16, 56):
             if is_reordered:
                 cache.reorder_cache(torch.tensor([1, 0]))
             try:
                 logits(model, ids[:, length : length + 1], cache)
-            except OutOfBlocks:
+            except OutOfBlocksError:
                 refused += 1
                 assert columns(cache) == [length, length]
                 break
@@ -135,7 +135,7 @@ def test_recurrent_states_that_are_ahead_are_noticed(monkeypatch: pytest.MonkeyP
             logits(model, prompt["input_ids"][:, :1], other)
 
     monkeypatch.setattr(LayerGroup, "check_room", overtaken)
-    with pytest.raises(OutOfBlocks):
+    with pytest.raises(OutOfBlocksError):
         logits(model, prompt["input_ids"][:, :1], one)
     for _ in range(2):
         with pytest.raises(CacheStateError, match=r"recurrent states .* ahead"):
@@ -190,7 +190,7 @@ def test_rows_of_a_cache_that_was_cropped_to_nothing(llama: Models, prompts: Pro
 
 
 def test_an_error_survives_pickling() -> None:
-    error = OutOfBlocks(needed=2, free=1, total=3, block_bytes=8, limit="num_blocks=3 allows no more")
+    error = OutOfBlocksError(needed=2, free=1, total=3, block_bytes=8, limit="num_blocks=3 allows no more")
     copied = pickle.loads(pickle.dumps(error))
     assert (str(copied), copied.needed, copied.total) == (str(error), 2, 3)
 

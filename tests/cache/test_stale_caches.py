@@ -116,7 +116,7 @@ def test_a_stale_cache_of_an_encoder_decoder(tokens: Tokens) -> None:
 
 
 class TestWhatGoesOnFromTheCache:
-    """The ways to go on that stay open: each gives what a cold run gives."""
+    """The ways to go on that stay open: each gives what a quantized run gives."""
 
     @MODELS
     @pytest.mark.parametrize("chunk", [None, 5])

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hf_paged_kernels import block_mass, copy_blocks, paged_attention, write_kv
+from hf_paged_kernels import block_attention_scores, copy_blocks, paged_attention, write_kv
 
 from eval.kernels import correctness
 from eval.kernels.formats import clone
@@ -127,15 +127,15 @@ def test_wrong_sums_of_attention_are_told(monkeypatch, softcap, verdict):
 
     def with_a_softcap(*inputs, backend, **options):
         options["softcap"] = softcap if backend == "triton" else None
-        return block_mass(*inputs, **options, backend="reference")
+        return block_attention_scores(*inputs, **options, backend="reference")
 
     monkeypatch.setattr(correctness, "paged_attention", in_plain_pytorch)
-    monkeypatch.setattr(correctness, "block_mass", with_a_softcap)
+    monkeypatch.setattr(correctness, "block_attention_scores", with_a_softcap)
     assert re.fullmatch(verdict, correctness.mass_row(SHAPE, CPU)["verdict"])
 
 
 def test_a_clone_has_memory_of_its_own():
     blocks = Problem(replace(SHAPE, kv="int4"), CPU).layers[0]
     copied = clone(blocks)
-    copied.hot.key.fill_(math.nan)
-    assert not blocks.hot.key.isnan().any()
+    copied.exact.key.fill_(math.nan)
+    assert not blocks.exact.key.isnan().any()

@@ -174,7 +174,7 @@ def test_passes_that_read_quantized_tokens_are_counted(model, tokenizer, run):
         (kind_of(lambda model: DynamicCache(), is_exact=False), {}),
         # One pass for each document, as in the harness: it reads nothing.
         (CACHES["int8"], {"chunk": 1000}),
-        # What is stored is exact, as it is not older than the hot window.
+        # What is stored is exact, as it is not older than the exact window.
         (CACHES["int4"], {"max_length": 64}),
     ],
 )

@@ -87,7 +87,7 @@ def test_all_sections_in_text_json_and_markdown(
 
 
 def test_of_a_prompt_that_begins_alike_the_beginning_is_reused(bench: sections.PrefixBench) -> None:
-    bench.known(prompt_tokens=200, known_tokens=150)
+    bench.known(prompt_tokens=200, cached_tokens=150)
     rows = rows_of(bench)
     assert {name: row["reused_tokens"] for name, row in rows.items()} == {"dynamic": 0, "paged": 0, "raw": 150}
     assert all(row["tokens_equal"] for row in rows.values())
@@ -153,7 +153,7 @@ def test_a_lossy_store_may_differ(
         return sections.FirstToken(**{**vars(call), "token": -1})
 
     monkeypatch.setattr(sections.PrefixBench, "_warm", other)
-    bench.known(prompt_tokens=80, known_tokens=64)
+    bench.known(prompt_tokens=80, cached_tokens=64)
     (sentence,) = bench.differences
     assert sentence.startswith("BlockStore (int8) (known): another first token")
     assert sentence.endswith("so this is expected.")
@@ -163,13 +163,13 @@ def test_a_failing_baseline_stops_the_run(bench: sections.PrefixBench, monkeypat
     broken = variants.Variant("dynamic", "DynamicCache", "sdpa", lambda *_: 1 / 0)
     monkeypatch.setitem(variants.VARIANTS, "dynamic", broken)
     with pytest.raises(RuntimeError, match="the baseline failed"):
-        bench.known(prompt_tokens=80, known_tokens=64)
+        bench.known(prompt_tokens=80, cached_tokens=64)
 
 
 def test_the_index_is_filled_looked_up_and_left_as_it_was() -> None:
     chains, children = index.measure_index(num_blocks=64, prompt_tokens=512, repeats=1)
-    assert (chains["blocks"], chains["known_tokens"]) == (64, 512)
-    assert (children["blocks"], children["known_tokens"]) == (64 + index.PARENTS, 128)
+    assert (chains["blocks"], chains["cached_tokens"]) == (64, 512)
+    assert (children["blocks"], children["cached_tokens"]) == (64 + index.PARENTS, 128)
     for row in (chains, children):
         assert 0 < row["lookup_ms_min"] <= row["lookup_ms"]
         assert 50 < row["bytes_a_block"] < 600

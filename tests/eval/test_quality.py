@@ -96,7 +96,7 @@ def test_all_sections_in_text_json_and_markdown(model_folder, tmp_path, capsys):
     files = {name: tmp_path / f"quality.{name}" for name in ("json", "md")}
     caches = ["dynamic", "raw", "int8", "int4"]
     options = {"model": model_folder, "caches": ",".join(caches), "contexts": "300,400", "limit": 200, "depths": "0,1"}
-    options |= {"pairs": 2, "details": "int4:sink=0", "json": files["json"], "markdown": files["md"]}
+    options |= {"pairs": 2, "details": "int4:exact_sinks=0", "json": files["json"], "markdown": files["md"]}
     status = quality.main([f"--{name}={value}" for name, value in options.items()])
     text = capsys.readouterr().out
     results = json.loads(files["json"].read_text())
@@ -109,7 +109,7 @@ def test_all_sections_in_text_json_and_markdown(model_folder, tmp_path, capsys):
         (section, context, cache)
         for section in ("likelihood", "passkey", "recall")
         for context in (300, 400)
-        for cache in [*caches, "int4:sink=0"]
+        for cache in [*caches, "int4:exact_sinks=0"]
     ]
     assert results["machine"]["model"] == "tiny-llama"
     assert results["settings"]["sha256"] == quality_text.python_text().sha256
@@ -223,7 +223,7 @@ class Oracle:
 
     def forward(self, ids, cache):
         following = ids.roll(-1, dims=1) if self.knows else torch.zeros_like(ids)
-        return SimpleNamespace(logits=100.0 * torch.nn.functional.one_hot(following, self.vocabulary))
+        return SimpleNamespace(logits=100.0 * torch.nn.functional.one_exact(following, self.vocabulary))
 
     __call__ = forward
 
@@ -337,7 +337,7 @@ def test_one_report_of_several_models(model_folder, tmp_path, monkeypatch, capsy
         ("--caches int8,int9", "'int9' is unknown, choose from dynamic, raw"),
         ("--key-bias 200", "'200': expected such as 200:30,31 or 100:3:0.03"),
         ("--key-bias 200:99", "the pairs (99,) are not among the 32 of a head_dim of 64"),
-        ("--details int4:sinks=0", "'int4:sinks=0': expected such as int4:sink=0,hot_window=128"),
+        ("--details int4:sinks=0", "'int4:sinks=0': expected such as int4:exact_sinks=0,exact_recent=128"),
         ("--details int4", "'int4': expected such as"),
         ("--sections likelihood,needle", "'needle' is unknown, choose from likelihood, passkey, recall"),
         ("--stored 2", "'2' is not a number from 0 to 1"),

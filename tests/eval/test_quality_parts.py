@@ -96,9 +96,9 @@ def test_a_file_of_something_else_is_not_touched(tmp_path):
 
 
 def test_details_of_a_codec():
-    kind = detailed_kind("int4:sink=0,hot_window=128")
-    assert kind.name == "int4:sink=0,hot_window=128"
-    assert kind.label == "PagedCache, int4:sink=0, hot_window=128"
+    kind = detailed_kind("int4:exact_sinks=0,exact_recent=128")
+    assert kind.name == "int4:exact_sinks=0,exact_recent=128"
+    assert kind.label == "PagedCache, int4:exact_sinks=0, exact_recent=128"
     assert not kind.is_exact
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
-from hf_paged_cache import InvalidArgumentError, OutOfBlocks, PagedCache
+from hf_paged_cache import InvalidArgumentError, OutOfBlocksError, PagedCache
 from tests.support.compat import CACHE_ARGUMENT, generate
 from tests.support.families import family_called, inputs
 from tests.support.stores import INT4
@@ -42,9 +42,9 @@ def snapshot(cache: PagedCache) -> tuple[Any, ...]:
     allocators = [group.pool.allocator for group in cache.groups]
     return (
         cache.stats(),
-        [(it.num_free, it.num_reusable, it.num_referenced) for it in allocators],
+        [(it.num_free, it.num_evictable, it.num_referenced) for it in allocators],
         [group.table.block_ids.tolist() for group in cache.groups],
-        [group.table.hot_ids.tolist() for group in cache.groups],
+        [group.table.exact_ids.tolist() for group in cache.groups],
         [layer.keys.clone() for layer in cache.layers if getattr(layer, "keys", None) is not None],
     )
 
@@ -80,7 +80,7 @@ def test_room_for_recurrent_models_is_looked_for_without_a_change(kv: Any) -> No
     logits(model, ids[:, :64], cache)
     before = snapshot(cache)
     for _ in range(2):
-        with pytest.raises(OutOfBlocks):
+        with pytest.raises(OutOfBlocksError):
             logits(model, ids[:, 64:], cache)
         assert_equal(snapshot(cache), before)
     cache.reset()
@@ -98,12 +98,12 @@ def test_what_a_step_gives_back_is_known_before(windowed: Models, kv: Any, has_f
             cache.update(states, states, layer_idx)
         kept += [cache.fork()] * has_fork
         for group in cache.groups:
-            allocators = [group.pool.allocator, *([] if group.pool.hot is None else [group.pool.hot.allocator])]
+            allocators = [group.pool.allocator, *([] if group.pool.exact is None else [group.pool.exact.allocator])]
             before = [it.num_available for it in allocators]
             state, pairs = group.table.before_next_step()
             foreseen = group.table.blocks_let_go(state)
             with cache.lock, group.pool.ledger:
-                group.pool.seal(pairs)
+                group.pool.quantize(pairs)
                 group.table.commit(state)
             given_back = [it.num_available - number for it, number in zip(allocators, before, strict=True)]
             assert [*foreseen][: len(allocators)] == given_back

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from hf_paged_kernels import Blocks, HotColdBlocks, KVBlocks, ScaledBlocks, StepMetadata, TokenIndex, gather_tokens
+from hf_paged_kernels import Blocks, KVBlocks, MixedBlocks, ScaledBlocks, StepMetadata, TokenIndex, gather_tokens
 
 from hf_paged_cache.codecs import Geometry, KVQuant, make_codec
 from tests.kernels import oracle
@@ -28,7 +28,7 @@ def quantized(
 ) -> tuple[Blocks, StepMetadata, list[oracle.Row]]:
     """The rows in blocks, the step, and the rows as attention has to read them.
 
-    Of codecs that quantize whole blocks about half of the full blocks are codes, at random; all others are hot.
+    Of codecs that quantize whole blocks about half of the full blocks are codes, at random; all others are exact.
     """
     exact, step = lay_out(case, rows, poison)
     blocks = make_codec(kv).allocate(
@@ -41,10 +41,12 @@ def quantized(
         for part, states in (("key", exact.key), ("value", exact.value)):
             blocks.write(part, gather_tokens(states, index), index)
         return blocks, step, _as_read(case, rows, blocks, step.block_table)
-    hot = poisoned_blocks(exact.num_blocks, exact.num_kv_heads, case.block_size, case.dims, exact.key.dtype, poison)
+    in_exact_blocks = poisoned_blocks(
+        exact.num_blocks, exact.num_kv_heads, case.block_size, case.dims, exact.key.dtype, poison
+    )
     random = np.random.default_rng(case.seed)
-    hot_ids = iter(random.permutation(exact.num_blocks).tolist())
-    hot_table, codes_table = np.full_like(step.block_table, -1), np.zeros_like(step.block_table)
+    exact_ids = iter(random.permutation(exact.num_blocks).tolist())
+    exact_table, codes_table = np.full_like(step.block_table, -1), np.zeros_like(step.block_table)
     for (row, block), block_id in np.ndenumerate(step.block_table):
         if not block_id:
             continue
@@ -53,12 +55,12 @@ def quantized(
             codes_table[row, block] = block_id
             blocks.quantize(exact.key[:, [block_id]], exact.value[:, [block_id]], torch.tensor([int(block_id)]))
         else:
-            hot_table[row, block] = next(hot_ids)
-            for plane, source in zip(hot.planes, exact.planes, strict=True):
-                plane[:, hot_table[row, block]] = source[:, block_id]
-    with_hot = StepMetadata(
+            exact_table[row, block] = next(exact_ids)
+            for plane, source in zip(in_exact_blocks.planes, exact.planes, strict=True):
+                plane[:, exact_table[row, block]] = source[:, block_id]
+    with_exact = StepMetadata(
         block_table=step.block_table,
-        hot_table=hot_table,
+        exact_table=exact_table,
         seq_lens=step.seq_lens,
         padding=step.padding,
         slots=step.slots,
@@ -66,7 +68,7 @@ def quantized(
         block_size=step.block_size,
         new_tokens_stored=step.new_tokens_stored,
     )
-    return HotColdBlocks(blocks, hot), with_hot, _as_read(case, rows, blocks, codes_table)
+    return MixedBlocks(blocks, in_exact_blocks), with_exact, _as_read(case, rows, blocks, codes_table)
 
 
 def _as_read(case: Case, rows: list[oracle.Row], blocks: Blocks, codes_table: np.ndarray) -> list[oracle.Row]:

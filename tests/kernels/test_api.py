@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hf_paged_kernels import KVBlocks, StepMetadata, block_mass, paged_attention
+from hf_paged_kernels import KVBlocks, StepMetadata, block_attention_scores, paged_attention
 from hf_paged_kernels import api as dispatch
 from transformers import PreTrainedModel
 
@@ -159,7 +159,7 @@ def test_options_that_mean_nothing_are_refused() -> None:
         with pytest.raises(ValueError, match=f"a window of {window} tokens: expected at least 1, or None"):
             paged_attention(*inputs, scale=1.0, window=window)
         with pytest.raises(ValueError, match=f"a window of {window} tokens"):
-            block_mass(*inputs, torch.zeros(1, 1, 1), scale=1.0, window=window)
+            block_attention_scores(*inputs, torch.zeros(1, 1, 1), scale=1.0, window=window)
     with pytest.raises(ValueError, match=r"a softcap of 0\.0: expected more than 0, or None"):
         paged_attention(*inputs, scale=1.0, softcap=0.0)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hf_paged_kernels import block_mass, paged_attention
+from hf_paged_kernels import block_attention_scores, paged_attention
 
 from tests.kernels import oracle
 from tests.kernels.cases import Case, lay_out, random_rows
@@ -29,7 +29,7 @@ def masses(query: torch.Tensor, rows: Sequence[oracle.Row], block_size: int, **o
     width = -(-max(row.length for row in rows) // block_size)
     marked = []
     for row in rows:
-        of_token = torch.nn.functional.one_hot(torch.arange(row.length) // block_size, width)
+        of_token = torch.nn.functional.one_exact(torch.arange(row.length) // block_size, width)
         marked.append(oracle.Row(row.key, of_token.expand(row.key.shape[0], -1, -1)))
     out, _ = oracle.attention(query, marked, **options)
     return out.unflatten(1, (rows[0].key.shape[0], -1)).sum((2, 3))
@@ -61,7 +61,7 @@ def test_mass_is_the_weight_of_a_block_s_tokens(case: Case, backend: str) -> Non
         _, lse = on_device(paged_attention)(
             query, blocks, step, **options, sinks=sinks, return_lse=True, backend=backend
         )
-        mass = on_device(block_mass)(query, blocks, step, lse, **options, backend=backend)
+        mass = on_device(block_attention_scores)(query, blocks, step, lse, **options, backend=backend)
         torch.testing.assert_close(mass.double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -72,4 +72,6 @@ def test_tokens_that_are_not_in_blocks_are_asked_for(backend: str) -> None:
     blocks, step = lay_out(case, rows, math.nan)
     query = torch.randn(1, 2, 33, 16)
     with pytest.raises(ValueError, match="all new tokens in the blocks"):
-        on_device(block_mass)(query, blocks, step, torch.zeros(1, 2, 33), scale=0.5, window=5, backend=backend)
+        on_device(block_attention_scores)(
+            query, blocks, step, torch.zeros(1, 2, 33), scale=0.5, window=5, backend=backend
+        )

@@ -34,13 +34,13 @@ class Batch:
         self.rows = [empty] * num_rows
         self.seen = [[] for _ in range(num_rows)]  # the attention mask of each row's tokens
 
-    def feed(self, num_new: int, attended: list[str] | None = None, *, keep_past: bool = False) -> None:
+    def feed(self, num_new: int, attended: list[str] | None = None, *, record_past: bool = False) -> None:
         """A forward pass; `attended` draws the attention mask of the new columns, `"..xxx.x"`."""
         num_rows = len(self.rows)
         mask = np.array([[mark == "x" for mark in row] for row in attended or ["x" * num_new] * num_rows])
         self.table.commit(self.table.before_next_step()[0])
         is_free = torch.from_numpy(self.allocator.references(np.arange(40)) == 0)
-        self.step, moves = extend(self.table, num_rows, num_new, mask, keep_past=keep_past)
+        self.step, moves = extend(self.table, num_rows, num_new, mask, record_past=record_past)
         for plane in self.blocks.planes:
             plane[:, is_free] = self.poison
         if moves.copies:
@@ -138,7 +138,7 @@ def test_a_draft_that_is_taken_back(window):
     batch.feed(14, ["x" * 14, "..." + "x" * 11])
     for accepted in (0, 3, 5, 1):
         before = batch.table.num_columns
-        batch.feed(6, keep_past=True)
+        batch.feed(6, record_past=True)
         batch.check()
         batch.crop(before + accepted)
     batch.feed(1)

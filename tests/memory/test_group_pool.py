@@ -11,7 +11,7 @@ import torch
 from hf_paged_cache.blocks.exact import Moves
 from hf_paged_cache.blocks.tables import BlockTable
 from hf_paged_cache.codecs import Codec, Geometry, RawCodec, make_codec
-from hf_paged_cache.errors import InvalidArgumentError, OutOfBlocks
+from hf_paged_cache.errors import InvalidArgumentError, OutOfBlocksError
 from hf_paged_cache.memory.budget import MemoryBudget
 from hf_paged_cache.memory.group_pool import GROWTH, GroupPool
 from hf_paged_cache.memory.layer_pool import LayerPool
@@ -144,19 +144,19 @@ class TestGrowth:
             reader.join()
         assert seen == [{26}, {26}]
 
-    @pytest.mark.parametrize("grows_hot", [False, True])
-    def test_readers_get_the_same_blocks_until_codes_or_hot_blocks_grow(self, grows_hot):
+    @pytest.mark.parametrize("grows_exact", [False, True])
+    def test_readers_get_the_same_blocks_until_codes_or_exact_blocks_grow(self, grows_exact):
         """And then no plane stays in memory that has been replaced."""
         geometry, budget = Geometry(2, 8, 8, torch.float32, torch.float32, torch.device("cpu")), MemoryBudget()
-        hot = LayerPool(RawCodec(), geometry, 16, 2, budget)
-        layer = LayerPool(make_codec("int4"), geometry, 16, 3, budget, hot)
-        growing = hot if grows_hot else layer
+        exact = LayerPool(RawCodec(), geometry, 16, 2, budget)
+        layer = LayerPool(make_codec("int4"), geometry, 16, 3, budget, exact)
+        growing = exact if grows_exact else layer
         assert layer.blocks is layer.blocks
         replaced = [weakref.ref(plane) for plane in growing.planes]
         growing.grow(9)
         assert [plane() for plane in replaced] == [None] * len(replaced)
-        assert layer.blocks.cold.planes == layer.planes
-        assert layer.blocks.hot.planes == hot.planes
+        assert layer.blocks.quantized.planes == layer.planes
+        assert layer.blocks.exact.planes == exact.planes
 
     def test_all_layers_have_the_same_blocks(self):
         pool = make_pool(num_layers=3)
@@ -215,7 +215,7 @@ class TestLimits:
 
         short = make_pool(max_blocks=needed - 1)
         table = table_over(short)
-        with pytest.raises(OutOfBlocks) as error:
+        with pytest.raises(OutOfBlocksError) as error:
             extend(table, rows, num_tokens)
         assert error.value.needed == needed
         assert error.value.block_bytes == BLOCK_BYTES
@@ -241,7 +241,7 @@ class TestLimits:
                     pool.layer(layer_idx, *states())
                 assert pool.num_bytes == pool._budget.allocated == limit
                 continue
-            with pytest.raises(OutOfBlocks, match=f"memory={limit:,} bytes allows no more") as error:
+            with pytest.raises(OutOfBlocksError, match=f"memory={limit:,} bytes allows no more") as error:
                 extend(table, 1, num_tokens)
             assert (error.value.needed, error.value.block_bytes) == (needed, num_layers * BLOCK_BYTES)
             assert (table.num_columns, pool.allocator.num_blocks, pool.num_bytes) == (0, 1, 0)
@@ -253,7 +253,7 @@ class TestLimits:
         """Keys or values of one layer are held twice while they grow: of a single layer that is half of it."""
         limit = 40 * num_layers * BLOCK_BYTES + 17
         pool = make_pool(num_layers, limit=limit, is_only_group=is_only_group)
-        with pytest.raises(OutOfBlocks):
+        with pytest.raises(OutOfBlocksError):
             exhaust(pool, count)
         assert pool.allocator.num_referenced >= (24 if num_layers == 1 else 33)
         assert pool._budget.peak <= limit
@@ -270,31 +270,31 @@ class TestLimits:
 
     def test_the_stricter_of_two_limits_holds_and_is_named(self):
         pool = make_pool(limit=11 * BLOCK_BYTES, max_blocks=5)
-        with pytest.raises(OutOfBlocks, match="num_blocks=5 allows no more"):
+        with pytest.raises(OutOfBlocksError, match="num_blocks=5 allows no more"):
             pool.allocate(6)
         pool = make_pool(limit=5 * BLOCK_BYTES, max_blocks=100)
-        with pytest.raises(OutOfBlocks, match=f"memory={5 * BLOCK_BYTES:,} bytes allows no more"):
+        with pytest.raises(OutOfBlocksError, match=f"memory={5 * BLOCK_BYTES:,} bytes allows no more"):
             pool.allocate(6)
 
     def test_known_blocks_are_evicted_when_the_pool_may_not_grow(self):
         pool = make_pool(max_blocks=6)
         held = pool.allocate(6)
-        pool.allocator.retain(held[:4].tolist())
+        pool.allocator.mark_cached(held[:4].tolist())
         pool.allocator.release(held)
         pool.check_room(6)
         pool.allocate(5)
-        assert pool.allocator.evictions == 3
-        with pytest.raises(OutOfBlocks) as error:
+        assert pool.allocator.reclaimed_blocks == 3
+        with pytest.raises(OutOfBlocksError) as error:
             pool.allocate(2)
         assert (error.value.needed, error.value.free, error.value.total) == (2, 1, 6)
-        assert pool.allocator.evictions == 3
+        assert pool.allocator.reclaimed_blocks == 3
 
         unlimited = make_pool()
         held = unlimited.allocate(6)
-        unlimited.allocator.retain(held.tolist())
+        unlimited.allocator.mark_cached(held.tolist())
         unlimited.allocator.release(held)
         unlimited.allocate(6)
-        assert (unlimited.allocator.num_blocks, unlimited.allocator.evictions) == (13, 0)
+        assert (unlimited.allocator.num_blocks, unlimited.allocator.reclaimed_blocks) == (13, 0)
 
     @pytest.mark.parametrize("options", [{"max_blocks": 9}, {"limit": 10 * BLOCK_BYTES}, {}], ids=str)
     def test_check_room_says_what_allocate_would(self, options):
@@ -303,32 +303,32 @@ class TestLimits:
         assert pool.is_limited == bool(options)
         for count in range(12):
             if options and count > 5:
-                with pytest.raises(OutOfBlocks) as error:
+                with pytest.raises(OutOfBlocksError) as error:
                     pool.check_room(count)
                 assert (error.value.needed, error.value.free) == (count, 5)
             else:
                 pool.check_room(count)
         assert pool.allocator.num_referenced == 4
 
-    def test_room_is_for_blocks_and_hot_blocks_together(self):
+    def test_room_is_for_blocks_and_exact_blocks_together(self):
         """Two pools on one budget, in which each would find room alone."""
         budget = MemoryBudget(12 * BLOCK_BYTES)
-        hot = GroupPool(always(RawCodec()), SIZE, 1, budget, is_only_group=False, has_null_block=False)
-        pool = GroupPool(always(make_codec("int4")), SIZE, 1, budget, is_only_group=False, hot=hot)
+        exact = GroupPool(always(RawCodec()), SIZE, 1, budget, is_only_group=False, has_null_block=False)
+        pool = GroupPool(always(make_codec("int4")), SIZE, 1, budget, is_only_group=False, exact=exact)
         pool.layer(0, *states())
         pool.check_room(20)
         pool.check_room(0, 8)
         pool.check_room(10, 4)
-        with pytest.raises(OutOfBlocks):
+        with pytest.raises(OutOfBlocksError):
             pool.check_room(20, 8)
-        hot.allocate(4)
+        exact.allocate(4)
         pool.allocate(10)
         assert budget.allocated <= budget.limit
 
     def test_a_layer_that_has_no_room_is_refused_and_not_counted(self):
         pool = make_pool(limit=20 * BLOCK_BYTES)
         pool.allocate(5)
-        with pytest.raises(OutOfBlocks, match="bytes allows no more"):
+        with pytest.raises(OutOfBlocksError, match="bytes allows no more"):
             pool.layer(1, *states(key_dim=800))
         assert list(pool.layers) == [0]
         assert pool._budget.allocated == pool.num_bytes
@@ -356,7 +356,7 @@ class TestSharing:
         first.allocate(8)
         second.allocate(8)
         assert budget.allocated == first.num_bytes + second.num_bytes == 18 * BLOCK_BYTES
-        with pytest.raises(OutOfBlocks, match=rf"\({18 * BLOCK_BYTES:,} are allocated\)"):
+        with pytest.raises(OutOfBlocksError, match=rf"\({18 * BLOCK_BYTES:,} are allocated\)"):
             first.allocate(3)
         del second
         assert budget.allocated == 9 * BLOCK_BYTES
@@ -367,7 +367,7 @@ class TestSharing:
         table = table_over(pool)
         extend(table, 1, 6)
         fork = table.fork(2)
-        with pytest.raises(OutOfBlocks):
+        with pytest.raises(OutOfBlocksError):
             extend(fork, 2, 8)
         del fork
         extend(table, 1, 10)

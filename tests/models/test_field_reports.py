@@ -22,7 +22,7 @@ from transformers import (
     T5GemmaModuleConfig,
 )
 
-from hf_paged_cache import CacheStateError, InvalidArgumentError, OutOfBlocks, PagedCache, prefill
+from hf_paged_cache import CacheStateError, InvalidArgumentError, OutOfBlocksError, PagedCache, prefill
 from tests.support.compat import CACHE_ARGUMENT, generate
 from tests.support.families import family_called as family
 from tests.support.families import inputs, randomize
@@ -205,7 +205,7 @@ def test_hf_48809_reset_forgets_every_kind_of_state(name: str, rows: list[int]) 
 def test_hf_48809_a_smaller_batch_follows_one_that_did_not_fit(name: str) -> None:
     model = family(name).build("hf_paged")
     cache = new_cache(model, num_blocks=3)
-    with pytest.raises(OutOfBlocks, match="use a smaller batch"):
+    with pytest.raises(OutOfBlocksError, match="use a smaller batch"):
         answer(model, inputs(family(name), [20, 20]), cache)
     prompt = inputs(family(name), [20])
     assert answer(model, prompt, cache).equal(answer(model, prompt, new_cache(model)))
@@ -255,7 +255,7 @@ def test_vllm_5578_many_samples_of_one_prompt_fit_a_small_pool(llama: Models, pr
     samples = generate(model, prompt, cache.fork(8), **options)
     torch.manual_seed(0)
     assert samples.equal(generate(model, prompt, None, **options))
-    with pytest.raises(OutOfBlocks):
+    with pytest.raises(OutOfBlocksError):
         generate(model, prompt, new_cache(model, num_blocks=8 + 8), **options)
 
 
@@ -392,7 +392,7 @@ def test_hf_46572_checkpointing_never_writes_twice(llama: Models, prompts: Promp
 def test_hf_45943_an_error_inside_generate_leaves_the_model_as_it_was(llama: Models, prompts: Prompts) -> None:
     model, ids = copy.deepcopy(llama()), prompts(20)["input_ids"]
     expected = model(ids, labels=ids).loss
-    with pytest.raises(OutOfBlocks):
+    with pytest.raises(OutOfBlocksError):
         answer(model, {"input_ids": ids}, new_cache(model, num_blocks=2), 40)
     assert model.config._attn_implementation == "hf_paged"
     assert model(ids, labels=ids).loss.equal(expected)

@@ -20,7 +20,7 @@ from tests.support.families import family_called, inputs
 from tests.support.generate_modes import MODES, Mode, Result, assert_same, prompt_names
 from tests.support.quantized_oracle import Quantization, QuantizedOracle, quantization
 
-BLOCK = HOT_WINDOW = SINK = 16
+BLOCK = EXACT_RECENT = SINK = 16
 WINDOW = 40
 NAMES = ("int8", "fp8", "int4", "k8v4", "k4v2", "kivi2")
 PADDED_BATCH = (5, 49, 70)
@@ -42,7 +42,7 @@ def small(name: str, **layers: Any) -> KVQuant:
     """A codec with the small sizes of these tests."""
     if name in ("int8", "fp8"):
         return KVQuant(name, layers=layers)
-    return KVQuant(name, hot_window=HOT_WINDOW, sink=SINK, layers=layers)
+    return KVQuant(name, exact_recent=EXACT_RECENT, exact_sinks=SINK, layers=layers)
 
 
 def default_rule(name: str) -> How:

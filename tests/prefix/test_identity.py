@@ -289,7 +289,7 @@ def test_codec_and_block_size_are_part_of_the_identity() -> None:
     model = tiny_llama()
     identity = identity_of(model, KVQuant("int4", layers={0: "int8"}))
 
-    assert identity.differences(identity_of(model, KVQuant("int4", sink=128, layers={0: "int8"}), 32)) == [
+    assert identity.differences(identity_of(model, KVQuant("int4", exact_sinks=128, layers={0: "int8"}), 32)) == [
         "codec.sink: 64 here, 128 in the file",
         "block_size: 16 here, 32 in the file",
     ]
@@ -299,7 +299,7 @@ def test_codec_and_block_size_are_part_of_the_identity() -> None:
     ("one", "other", "are_equal"),
     [
         ("int4", KVQuant("int4"), True),
-        ("int4", KVQuant("int4", sink=64, layers={"sliding": "raw"}), True),
+        ("int4", KVQuant("int4", exact_sinks=64, layers={"sliding": "raw"}), True),
         ("int8", KVQuant("int8"), True),
         ("int8", "fp8", False),
         ("raw", "int8", False),

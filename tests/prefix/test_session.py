@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from hf_paged_cache import CacheStateError, OutOfBlocks
+from hf_paged_cache import CacheStateError, OutOfBlocksError
 from tests.support.stores import INT4, SIZE, check_unheld, generate, make_store
 from tests.support.word_models import word_llama, word_tokenizer
 
@@ -190,7 +190,7 @@ class TestInterruptedTurns:
     def test_by_a_lack_of_blocks(self, llama, tokens):
         store, ids = make_store(llama(), memory="100KiB"), tokens(40)
         chat = store.session()
-        with pytest.raises(OutOfBlocks):
+        with pytest.raises(OutOfBlocksError):
             chat.generate(ids, **call(ids, 900))
         length = chat.cache.get_seq_length()
         assert chat.keep_interrupted() == length

@@ -30,7 +30,7 @@ from hf_paged_cache import (
     BlockStore,
     CacheStateError,
     InvalidArgumentError,
-    OutOfBlocks,
+    OutOfBlocksError,
     PagedCache,
     PagedCacheError,
     UnsupportedError,
@@ -236,7 +236,7 @@ class TestBatches:
         output = generate(llama(), cache, ids, mask)
         assert torch.equal(output, cold(llama(), ids, mask))
         assert store.commit(cache, output) == 0
-        assert store.stats().runs_known == 0
+        assert store.stats().nodes == 0
 
 
 class TestCommit:
@@ -326,7 +326,7 @@ class TestCommit:
         cache.crop(-3)
         with pytest.raises(InvalidArgumentError, match="After `crop`, pass what is left"):
             store.commit(cache, output)
-        assert store.stats().runs_known == 0
+        assert store.stats().nodes == 0
         assert store.commit(cache, output[:, :42]) == 42
 
     def test_what_was_committed_stays_what_the_cache_begins_with(self, llama):
@@ -467,7 +467,7 @@ class TestIdentity:
         store, ids = make_store(llama()), words(1, 40)
         turn(store, ids)
         store.invalidate()
-        assert store.stats().blocks_known == 0
+        assert store.stats().blocks_cached == 0
         assert turn(store, ids)[1] == 0
         assert turn(store, ids)[1] == 39
 
@@ -510,7 +510,7 @@ class TestIdentity:
             store.commit(cache, output)
         assert "no extra_key= that names all of it" in store.cache_for(ids, **positions).stats().why
         assert turn(store, ids)[1] == 39
-        assert {run.extra_keys for run in store.runs() if run.parent is None} == {(), ("two apart",), ("other",)}
+        assert {run.extra_keys for run in store.nodes() if run.parent is None} == {(), ("two apart",), ("other",)}
 
     def test_negative_prompts_have_a_cache_of_their_own(self, model):
         store, ids, negative = make_store(model), words(1, 40), words(1, 25, seed=5)
@@ -560,7 +560,7 @@ class TestMemory:
             if kv == "raw":
                 assert torch.equal(output, cold(model, ids))
         stats = store.stats()
-        assert stats.evictions > 0
+        assert stats.reclaimed_blocks > 0
         assert stats.hit_tokens > 0
         assert stats.bytes_allocated <= 12 * num_bytes
         check_unheld(store)
@@ -571,12 +571,12 @@ class TestMemory:
         turn(store, first)
         turn(store, second)
         turn(store, first[:, :20])
-        store.evict(store.stats().bytes_known // 3)
+        store.evict(store.stats().bytes_cached // 3)
         assert store.cache_for(first).get_seq_length() >= 20
         assert store.cache_for(second).get_seq_length() == 63
         freed = store.evict(10**9)
         assert freed > 0
-        assert store.stats().blocks_known == 0
+        assert store.stats().blocks_cached == 0
         assert store.evict(10**9) == 0
         check_unheld(store)
 
@@ -594,11 +594,11 @@ class TestMemory:
         ]
         assert all(of_young)
         gone: list[bool] = []
-        while any(allocator.num_reusable for allocator in kinds):
-            before = [allocator._retained.copy() for allocator in kinds]
+        while any(allocator.num_evictable for allocator in kinds):
+            before = [allocator._cached.copy() for allocator in kinds]
             store.evict(1)
             for kind, allocator in enumerate(kinds):
-                gone += [block in of_young[kind] for block in before[kind] - allocator._retained]
+                gone += [block in of_young[kind] for block in before[kind] - allocator._cached]
         assert gone == sorted(gone)
         assert 0 < sum(gone) < len(gone)
 
@@ -629,7 +629,7 @@ class TestMemory:
         store.pin(ids)
         cache = store.cache_for(ids)
         store.clear()
-        assert store.stats().blocks_known == 0
+        assert store.stats().blocks_cached == 0
         assert torch.equal(generate(model, cache, ids), cold(model, ids))
         assert store.cache_for(ids).get_seq_length() == 0
         check_conserved_after(store, cache)
@@ -637,7 +637,7 @@ class TestMemory:
     def test_a_prompt_that_does_not_fit_says_so_and_leaves_the_store_usable(self, llama):
         store, ids = make_store(llama(), memory="64KiB"), words(1, 40)
         turn(store, ids)
-        with pytest.raises(OutOfBlocks):
+        with pytest.raises(OutOfBlocksError):
             turn(store, words(1, 2000))
         assert turn(store, ids)[1] == 39
         check_unheld(store)
@@ -658,7 +658,7 @@ def test_runs_show_what_is_known_and_held(llama):
     other = torch.cat([ids[:, :SIZE], words(1, 9, seed=1)], dim=1)
     cache = store.cache_for(other, salt="me")
     store.commit(cache, generate(llama(), cache, other, max_new_tokens=1))
-    runs = store.runs()
+    runs = store.nodes()
     assert torch.equal(torch.from_numpy(runs[0].tokens), ids[0, :SIZE])
     assert sorted((len(run.tokens), run.parent, run.is_held) for run in runs[1:]) == sorted(
         [(SIZE, 0, False), (5, 1 + (len(runs[1].tokens) != SIZE), False), (9, 0, True)]
@@ -732,7 +732,7 @@ def test_a_cache_of_a_store_is_not_pickled(llama):
     generate(llama(), cache, ids)
     with pytest.raises(UnsupportedError, match=r"store.save"):
         pickle.dumps(cache)
-    assert copy.deepcopy(cache).origin.rows[0].tolist() == ids[0].tolist()
+    assert copy.deepcopy(cache).provenance.rows[0].tolist() == ids[0].tolist()
 
 
 def test_autocast_is_another_identity(llama):

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from hf_paged_cache import BlockStore, InvalidArgumentError, OutOfBlocks, PagedCache
+from hf_paged_cache import BlockStore, InvalidArgumentError, OutOfBlocksError, PagedCache
 from tests.blocks.test_conservation import PROFILE
 from tests.conftest import SIZES
 
@@ -122,7 +122,7 @@ class StoreMachine(RuleBasedStateMachine):
     def commit(self, data: st.DataObject) -> None:
         place = self.pick(data)
         store, cache, rows = self.live[place]
-        known = [tokens.tolist() for tokens in cache.origin.rows]
+        known = [tokens.tolist() for tokens in cache.provenance.rows]
         ids = ids_of(*rows)
         if len(known) != len(rows) or any(
             row[: len(begins)] != begins for row, begins in zip(ids.tolist(), known, strict=True)
@@ -137,11 +137,11 @@ class StoreMachine(RuleBasedStateMachine):
         place = self.pick(data)
         store, cache, rows = self.live[place]
         kept = max(len(rows[0]) - removed, 0)
-        if not all(group.can_crop(kept) for group in cache.groups) or not cache.origin:
+        if not all(group.can_crop(kept) for group in cache.groups) or not cache.provenance:
             return
         for group in cache.groups:
             group.pool.ledger.commit(group.cropped(kept))
-        cache.origin = cache.origin.cropped(kept)
+        cache.provenance = cache.provenance.cropped(kept)
         self.live[place] = (store, cache, [row[:kept] for row in rows])
 
     @precondition(lambda self: self.live and len(self.live) < 4)
@@ -157,7 +157,7 @@ class StoreMachine(RuleBasedStateMachine):
         _, cache, rows = self.live[self.pick(data)]
         try:
             self.update(cache, rows, [tokens] * len(rows), layers=[0])
-        except OutOfBlocks:
+        except OutOfBlocksError:
             return
         if rows[0]:
             cache.rollback()
@@ -172,11 +172,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(num_blocks=st.integers(1, 10))
     def evict(self, num_blocks: int) -> None:
-        reusable = [allocator for allocator in self.store._known.allocators if allocator.num_reusable]
-        oldest = min(reusable, key=lambda allocator: allocator.oldest, default=None)
-        block = None if oldest is None else next(iter(oldest._reusable))
+        evictable = [allocator for allocator in self.store._known.allocators if allocator.num_evictable]
+        oldest = min(evictable, key=lambda allocator: allocator.oldest, default=None)
+        block = None if oldest is None else next(iter(oldest._evictable))
         self.store.evict(num_blocks * BLOCK_BYTES)
-        assert oldest is None or block not in oldest._reusable  # whatever layers it is of
+        assert oldest is None or block not in oldest._evictable  # whatever layers it is of
 
     @rule()
     def clear(self) -> None:
@@ -196,11 +196,11 @@ class StoreMachine(RuleBasedStateMachine):
     def no_block_is_lost(self) -> None:
         for store in self.stores:
             for kind, allocator in enumerate(store._known.allocators):
-                total = allocator.num_free + allocator.num_reusable + allocator.num_referenced
+                total = allocator.num_free + allocator.num_evictable + allocator.num_referenced
                 assert total == allocator.num_blocks - 1
                 known = [store._known.index.node_of(kind, block) for block in range(allocator.num_blocks)]
-                retained = [block for block in range(allocator.num_blocks) if allocator.is_retained(block)]
-                assert [block for block, node in enumerate(known) if node is not None] == retained
+                cached = [block for block in range(allocator.num_blocks) if allocator.is_cached(block)]
+                assert [block for block, node in enumerate(known) if node is not None] == cached
         if not self.live:
             assert all(allocator.num_referenced == 0 for allocator in self.store._known.allocators)
 
@@ -230,7 +230,7 @@ class StoreMachine(RuleBasedStateMachine):
                 continue
             try:
                 self.update(cache, rows, part, layers=[0, 1])
-            except OutOfBlocks:
+            except OutOfBlocksError:
                 break
             rows = [row + tokens for row, tokens in zip(rows, part, strict=True)]
         self.live[place] = (store, cache, rows)

@@ -120,7 +120,9 @@ class TestRoundTrip:
         check_unheld(store, loaded)
 
     def test_choices_for_single_layers_come_back(self, windowed, tokens, path):
-        kv = KVQuant("int4", hot_window=16, sink=16, key_group=16, layers={0: "raw", "sliding": "int8", 2: "k8v4"})
+        kv = KVQuant(
+            "int4", exact_recent=16, exact_sinks=16, key_group=16, layers={0: "raw", "sliding": "int8", 2: "k8v4"}
+        )
         store = make_store(windowed(LAYER_TYPES, window=20), kv=kv)
         learn(store, tokens(90))
         loaded = saved_and_loaded(store, path)
@@ -169,7 +171,7 @@ class TestRoundTrip:
         make_store(model).save(path)
         loaded = BlockStore.load(path, model, memory="4MiB")
         assert answer(loaded, tokens(20))[1] == 0
-        assert loaded.stats().runs_known == 0
+        assert loaded.stats().nodes == 0
 
     def test_what_a_changed_model_has_computed_is_saved_alone(self, llama, tokens, path):
         model = copy.deepcopy(llama())
@@ -200,7 +202,7 @@ class TestRoundTrip:
         names = [name for name in planes if name.startswith("layers.") and "scale" not in name and "zero" not in name]
         for name in names:
             last = planes[name][:, -1].float()
-            if kv == "raw" or "hot" in name:
+            if kv == "raw" or "exact" in name:
                 assert last[:, : num_tokens[-1]].isfinite().all()
                 assert last[:, : num_tokens[-1]].any()
                 last = last[:, num_tokens[-1] :]
@@ -222,14 +224,14 @@ class TestLazily:
         monkeypatch.setattr(StoreFile, "read_plane", counted)
         loaded = BlockStore.load(path, model, memory="4MiB")
         stats = loaded.stats()
-        assert (num_allocated(loaded), stats.blocks_known, stats.bytes_known, read) == (0, 0, 0, [])
-        assert stats.runs_known == store.stats().runs_known
+        assert (num_allocated(loaded), stats.blocks_cached, stats.bytes_cached, read) == (0, 0, 0, [])
+        assert stats.nodes == store.stats().nodes
         assert loaded.cache_for(tokens(60, seed=9)).stats().reused_tokens == 0
         assert (num_allocated(loaded), read) == (0, [])
         # 2 of the prompt's blocks, of each of 3 layers keys and values.
         loaded.cache_for(tokens(60, seed=1)[:, :33])
         assert read == [2] * 6
-        assert loaded.stats().blocks_known == 2
+        assert loaded.stats().blocks_cached == 2
         loaded.cache_for(tokens(60, seed=1)[:, :33])
         assert len(read) == 6
 
@@ -251,7 +253,7 @@ class TestLazily:
             learn(store, tokens(length))
         loaded = saved_and_loaded(store, path)
         assert answer(loaded, tokens(100)) == answer(store, tokens(100))
-        blocks = {kinds.window: loaded._known.allocators[kinds.block].num_retained for kinds in loaded._known._groups}
+        blocks = {kinds.window: loaded._known.allocators[kinds.block].num_cached for kinds in loaded._known._groups}
         assert blocks[20] < blocks[None]
 
     def test_given_up_blocks_are_read_again(self, model, tokens, path):
@@ -267,8 +269,8 @@ class TestLazily:
             for ids, expected in zip(asked, warm, strict=True):
                 assert answer(small, ids) == expected
                 check_unheld(small)
-        assert small.stats().evictions > 10
-        assert small.stats().runs_known == store.stats().runs_known
+        assert small.stats().reclaimed_blocks > 10
+        assert small.stats().nodes == store.stats().nodes
 
     @pytest.mark.parametrize("kv", KINDS_OF_KV, ids=["raw", "int8", "fp8", "int4"])
     def test_what_does_not_fit_is_not_reused(self, kv, windowed, tokens, path):
@@ -322,7 +324,7 @@ class TestLazily:
             with pytest.raises(OSError, match="the disk is broken"):
                 loaded.cache_for(tokens(90))
         check_unheld(loaded)
-        assert loaded.stats().blocks_known == 0
+        assert loaded.stats().blocks_cached == 0
         assert answer(loaded, tokens(90)) == answer(store, tokens(90))
 
     def test_what_is_computed_after_it_stays_found(self, model, tokens, path):
@@ -334,7 +336,7 @@ class TestLazily:
         cold = generate(model, PagedCache(model.config, block_size=SIZE), longer)[0, 90:].tolist()
         assert answer(loaded, longer) == (cold, 89)
         loaded.evict(2**40)
-        assert loaded.stats().blocks_known == 0
+        assert loaded.stats().blocks_cached == 0
         assert answer(loaded, longer)[1] in (48, 50)  # what is in the file
         check_unheld(loaded)
 
@@ -344,7 +346,7 @@ class TestLazily:
         loaded = saved_and_loaded(store, path)
         loaded.cache_for(tokens(50))
         loaded.clear()
-        assert loaded.stats().runs_known == 0
+        assert loaded.stats().nodes == 0
         assert loaded._known._saved is None
         assert answer(loaded, tokens(50))[1] == 0
         check_unheld(loaded)

@@ -111,7 +111,7 @@ class TestRefusal:
         with pytest.raises(StoreFileError, match="refers to what is not there"):
             BlockStore.load(saved, model, memory="4MiB")
 
-    @pytest.mark.parametrize("name", ["layers.1.key_scale", "layers.2.hot.value", "runs.parent"])
+    @pytest.mark.parametrize("name", ["layers.1.key_scale", "layers.2.exact.value", "runs.parent"])
     def test_a_missing_tensor(self, name, saved, model):
         rewrite(saved, tensors=lambda tensors: tensors.pop(name))
         with pytest.raises(StoreFileError, match=name.removeprefix("runs.")):

@@ -194,8 +194,8 @@ class TestWithoutKeys:
             output, reused = warm(store, chat.inputs)
             assert reused == expected
             assert torch.equal(output, cold(model, chat.inputs))
-        assert max(len(run.tokens) for run in store.runs()) <= SIZE
-        assert not any((run.tokens == IMAGE).any() for run in store.runs())
+        assert max(len(run.tokens) for run in store.nodes()) <= SIZE
+        assert not any((run.tokens == IMAGE).any() for run in store.nodes())
         assert "no extra_key= names" in store.cache_for(**first.inputs).stats().why
         check_unheld(store)
 

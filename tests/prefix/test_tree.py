@@ -120,7 +120,7 @@ def test_token_ids_of_any_size_are_told_apart(index):
 
 
 def test_it_finds_what_a_plain_list_of_sequences_finds():
-    """Random insertions and evictions, against the longest common beginning with what is still there."""
+    """Random insertions and reclaimed_blocks, against the longest common beginning with what is still there."""
     generator = random.Random(0)
     index = PrefixIndex(SIZE, num_kinds=1, required=[0])
     root, next_block = index.new_root(), 1

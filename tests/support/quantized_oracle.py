@@ -34,7 +34,7 @@ class Quantization:
         value: what values `[..., block_size, dim]` read as.
         memory_block_size: tokens of that block.
         block_size: tokens that are quantized together.
-        hot_window: newest tokens that stay exact, at least.
+        exact_recent: newest tokens that stay exact, at least.
         sink: first tokens that stay exact, rounded up to blocks.
     """
 
@@ -42,7 +42,7 @@ class Quantization:
     value: Rounding
     memory_block_size: int
     block_size: int = 1
-    hot_window: int = 0
+    exact_recent: int = 0
     sink: int = 0
 
 
@@ -58,7 +58,7 @@ def quantization(kv: KVQuant, block_size: int) -> Quantization:
     value = rotating(value) if quant.rotate_values else value
     if quant.is_token_wise:
         return Quantization(key, value, block_size)
-    return Quantization(key, value, block_size, block_size, quant.hot_window, quant.sink)
+    return Quantization(key, value, block_size, block_size, quant.exact_recent, quant.exact_sinks)
 
 
 def without_first_key(rounding: Rounding) -> KeyRounding:
@@ -108,7 +108,7 @@ class OracleLayer(DynamicLayer):
         for row, done in enumerate(self.quantized):
             padding = int(self.padding[row])
             begin = max(-(-self.how.sink // size), -(-max(first_column - padding, 0) // size))
-            end = (length - padding - self.how.hot_window) // size
+            end = (length - padding - self.how.exact_recent) // size
             for block in sorted(set(range(begin, end)) - done):
                 columns = slice(padding + block * size, padding + (block + 1) * size)
                 keys, values = (states[row, :, columns].float().double().numpy() for states in (self.keys, self.values))

@@ -16,11 +16,11 @@ def make_table(num_blocks: int = 100, window: int | None = None) -> tuple[BlockT
 
 
 def extend(
-    table: BlockTable, num_rows: int, num_new: int, attended: np.ndarray | None = None, *, keep_past: bool = False
+    table: BlockTable, num_rows: int, num_new: int, attended: np.ndarray | None = None, *, record_past: bool = False
 ) -> tuple[StepMetadata, Moves]:
     """Extends a table, and commits that at once; what is refused is taken back."""
     with table.ledger:
-        extension = table.extend(num_rows, num_new, attended, keep_past=keep_past)
+        extension = table.extend(num_rows, num_new, attended, record_past=record_past)
         table.commit(extension.state)
     return extension.step, extension.moves
 

@@ -16,7 +16,7 @@ from hf_paged_cache.prefix.tree import PrefixNode
 
 SIZE = 16
 # With exact tokens few enough for prompts of a hundred to have codes in their middle.
-INT4 = KVQuant("int4", hot_window=16, sink=16)
+INT4 = KVQuant("int4", exact_recent=16, exact_sinks=16)
 
 
 def make_store(model: PreTrainedModel, **options: Any) -> BlockStore:
@@ -63,14 +63,14 @@ def nodes_of(store: BlockStore) -> dict[tuple[Any, ...], PrefixNode]:
 
 
 def check_conserved(*stores: BlockStore) -> None:
-    """Every block is free, reusable or held, and what is known is found by its id."""
+    """Every block is free, evictable or held, and what is known is found by its id."""
     for store in stores:
         for kind, allocator in enumerate(store._known.allocators):
-            counts = (allocator.num_free, allocator.num_reusable, allocator.num_referenced)
+            counts = (allocator.num_free, allocator.num_evictable, allocator.num_referenced)
             assert sum(counts) == allocator.num_blocks - 1
             assert len(set(allocator._free)) == allocator.num_free
             known = {node.blocks[kind] for node in nodes_of(store).values()} - {0}
-            assert known == allocator._retained
+            assert known == allocator._cached
             assert not known & set(allocator._free)
 
 

@@ -94,27 +94,27 @@ class GroupedBlocks(Blocks):
 
 
 @dataclass(frozen=True, eq=False)
-class HotColdBlocks(Blocks):
+class MixedBlocks(Blocks):
     """All blocks of one layer: the quantized ones, and apart from them those that are still exact.
 
     Attributes:
-        cold: codes by block id.
-        hot: keys and values in the model's dtype, by hot block.
+        quantized: codes by block id.
+        exact: keys and values in the model's dtype, by exact block.
     """
 
-    cold: GroupedBlocks
-    hot: KVBlocks
+    quantized: GroupedBlocks
+    exact: KVBlocks
 
     @property
     def planes(self) -> tuple[torch.Tensor, ...]:
-        return self.cold.planes
+        return self.quantized.planes
 
     @cached_property
     def dims(self) -> tuple[int, int]:
-        return self.hot.dims
+        return self.exact.dims
 
     def read_blocks(self, part: Part, block_ids: torch.Tensor) -> torch.Tensor:
-        return self.cold.read_blocks(part, block_ids)
+        return self.quantized.read_blocks(part, block_ids)
 
 
 def quantized(

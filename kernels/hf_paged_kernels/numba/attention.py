@@ -70,7 +70,7 @@ def paged_attention(
             *prepared.step_fields,
             *workspace.fields,
             blocks.num_blocks,
-            layer.num_hot_blocks,
+            layer.num_exact_blocks,
             address_of(wide_sinks),
             *query_fields,
             out.data_ptr(),
@@ -130,19 +130,19 @@ def _prepare(
     key_mask: torch.Tensor | None,
     num_threads: int,
 ) -> _Prepared:
-    key, value, num_kv_heads, is_hot_cold = layer.formats
+    key, value, num_kv_heads, is_mixed = layer.formats
     group = num_heads // num_kv_heads
     plan = make_plan(step, group, num_kv_heads, window, has_new=has_new, num_threads=num_threads)
     table = np.ascontiguousarray(step.block_table, dtype=np.int32)
-    # Layers that have no hot blocks may share the step with those that do.
-    hot_table = np.ascontiguousarray(step.hot.block_table, dtype=np.int32) if is_hot_cold else None
+    # Layers that have no exact blocks may share the step with those that do.
+    exact_table = np.ascontiguousarray(step.exact.block_table, dtype=np.int32) if is_mixed else None
     mask = None if key_mask is None else key_mask.contiguous()
     fields = (
         plan.pieces.buffer_info()[0],
         plan.num_pieces,
         step.query_length,
         table.ctypes.data,
-        0 if hot_table is None else hot_table.ctypes.data,
+        0 if exact_table is None else exact_table.ctypes.data,
         table.shape[1],
         address_of(mask),
         0 if mask is None else mask.shape[1],
@@ -155,7 +155,7 @@ def _prepare(
     return _Prepared(
         plan=plan,
         step_fields=fields,
-        kept=(table, hot_table, mask, key_mask),
+        kept=(table, exact_table, mask, key_mask),
         workspaces=Workspaces(lambda: _make_workspace(plan, key, value, num_threads)),
         shape=(step.batch, num_heads, step.query_length, value.dim),
         strides=(step.query_length * token, row, token, 1),

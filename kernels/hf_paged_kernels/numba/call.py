@@ -22,7 +22,7 @@ STEP = (
     "num_pieces",
     "query_length",
     "table",  # int32 [batch, max_blocks], of codes, or of exact blocks where there are no codes
-    "hot_table",  # int32 [batch, max_blocks], -1 where a row reads codes; 0 if there is none
+    "exact_table",  # int32 [batch, max_blocks], -1 where a row reads codes; 0 if there is none
     "max_blocks",
     "key_mask",  # bool [batch, max_seq_len]; 0 for none
     "key_mask_stride",
@@ -43,7 +43,7 @@ WORKSPACE = (
 # Of a layer and a call.
 LAYER = (
     "num_blocks",
-    "num_hot_blocks",
+    "num_exact_blocks",
     "sinks",  # float32 [num_heads]; 0 for none
     "query",  # float32 [batch, num_heads, query_length, key dim]
     "query_batch",  # strides

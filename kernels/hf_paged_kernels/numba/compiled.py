@@ -58,7 +58,7 @@ class Kernel:
                 return None
             start = perf_counter()
             try:
-                with event.install_listener("numba:compile", _Announcement(self)):
+                with event.install_listener("numba:compile", _PendingMask(self)):
                     self._function = c_function(self._make(checksum()))
             except Exception as error:  # whatever ails an installation of Numba
                 return f"calls here: Numba cannot compile {self.name} ({type(error).__name__}: {str(error).strip()})"
@@ -73,7 +73,7 @@ class Kernel:
         return None if path is None else Path(path)
 
 
-class _Announcement(event.Listener):
+class _PendingMask(event.Listener):
     """Says that a kernel is being compiled, before it is: loading one from disk is no such event."""
 
     def __init__(self, kernel: Kernel) -> None:

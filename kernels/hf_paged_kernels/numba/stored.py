@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from hf_paged_kernels.formats.blocks import Blocks, KVBlocks, Part
-from hf_paged_kernels.formats.grouped import HotColdBlocks
+from hf_paged_kernels.formats.grouped import MixedBlocks
 from hf_paged_kernels.formats.scaled import ScaledBlocks
 from hf_paged_kernels.numba.call import DTYPES
 from hf_paged_kernels.numba.vectors import LANES
@@ -45,20 +45,20 @@ class Stored(NamedTuple):
 
     Attributes:
         key, value: the parts.
-        formats: theirs, and the number of KV heads and whether there are hot blocks: what layers that are told the same
+        formats: theirs, and the number of KV heads and whether there are exact blocks: what layers that are told the same
             of a step have in common.
-        num_hot_blocks: 0 without hot blocks.
+        num_exact_blocks: 0 without exact blocks.
     """
 
     key: StoredPart
     value: StoredPart
     formats: tuple[Format, Format, int, bool]
-    num_hot_blocks: int
+    num_exact_blocks: int
 
 
 def unsupported_blocks(blocks: Blocks) -> str | None:
     """What the kernels do not take about some blocks; `None` if they take them."""
-    if not isinstance(blocks, KVBlocks | ScaledBlocks | HotColdBlocks):
+    if not isinstance(blocks, KVBlocks | ScaledBlocks | MixedBlocks):
         return type(blocks).__name__
     dtypes = (_stored_part(blocks, part).dtype for part in ("key", "value"))
     return next((f"dtype {dtype}" for dtype in dtypes if dtype not in DTYPES), None)
@@ -71,15 +71,15 @@ def stored(blocks: Blocks) -> Stored:
 
 def _stored(blocks: Blocks) -> Stored:
     key, value = (_stored_part(blocks, part) for part in ("key", "value"))
-    is_hot_cold = isinstance(blocks, HotColdBlocks)
-    formats = (key.format, value.format, blocks.num_kv_heads, is_hot_cold)
-    return Stored(key, value, formats, blocks.hot.num_blocks if is_hot_cold else 0)
+    is_mixed = isinstance(blocks, MixedBlocks)
+    formats = (key.format, value.format, blocks.num_kv_heads, is_mixed)
+    return Stored(key, value, formats, blocks.exact.num_blocks if is_mixed else 0)
 
 
-def _stored_part(blocks: KVBlocks | ScaledBlocks | HotColdBlocks, part: Part) -> StoredPart:
+def _stored_part(blocks: KVBlocks | ScaledBlocks | MixedBlocks, part: Part) -> StoredPart:
     dim = blocks.dims[part == "value"]
     width = -(-dim // LANES) * LANES
-    plane = getattr(blocks.hot if isinstance(blocks, HotColdBlocks) else blocks, part)
+    plane = getattr(blocks.exact if isinstance(blocks, MixedBlocks) else blocks, part)
     dtype = blocks.dtype if isinstance(blocks, ScaledBlocks) else plane.dtype
     number = DTYPES.get(dtype, -1)
     if isinstance(blocks, KVBlocks):
@@ -88,8 +88,8 @@ def _stored_part(blocks: KVBlocks | ScaledBlocks | HotColdBlocks, part: Part) ->
         bits = 8 if blocks.code_dtype == torch.int8 else 0
         scale, offset = getattr(blocks, f"{part}_scale"), blocks.key_offset if part == "key" else None
         return StoredPart(Format(dim, width, number, bits, 0), dtype, None, plane, scale, None, offset)
-    cold = blocks.cold
-    codes, scale, zero, bits = (getattr(cold, f"{part}{name}") for name in ("", "_scale", "_zero", "_bits"))
+    quantized = blocks.quantized
+    codes, scale, zero, bits = (getattr(quantized, f"{part}{name}") for name in ("", "_scale", "_zero", "_bits"))
     # Tokens, or channels, that share a scale.
     group = codes.shape[2] // scale.shape[2] if part == "key" else dim // scale.shape[-1]
     return StoredPart(Format(dim, width, number, bits, group), dtype, plane, codes, scale, zero)

@@ -59,13 +59,13 @@ def locate(call, part, row, kv_head, token, is_fresh, past):
     size = call.block_size
     block, offset = token // size, token % size
     place = row * call.max_blocks + block
-    num_exact, hot_block = call.num_blocks, np.int64(-1)
-    if call.hot_table != 0:
-        num_exact = call.num_hot_blocks
-        hot_block = np.int64(carray(pointer(call.hot_table), (place + 1,), np.int32)[place])
+    num_exact, exact_block = call.num_blocks, np.int64(-1)
+    if call.exact_table != 0:
+        num_exact = call.num_exact_blocks
+        exact_block = np.int64(carray(pointer(call.exact_table), (place + 1,), np.int32)[place])
     block_id = np.int64(carray(pointer(call.table), (place + 1,), np.int32)[place])
-    if part.codes == 0 or hot_block >= 0:
-        exact_block = hot_block if hot_block >= 0 else block_id
+    if part.codes == 0 or exact_block >= 0:
+        exact_block = exact_block if exact_block >= 0 else block_id
         stride = part.dim * bytes_of(part.dtype)
         slot = (kv_head * num_exact + exact_block) * size + offset
         return part.exact + slot * stride, stride, np.int64(-1), size - offset, np.int64(0)

@@ -11,7 +11,7 @@ from numba import carray, njit
 
 from hf_paged_kernels.formats import scaled
 from hf_paged_kernels.formats.blocks import Blocks, KVBlocks
-from hf_paged_kernels.formats.grouped import HotColdBlocks
+from hf_paged_kernels.formats.grouped import MixedBlocks
 from hf_paged_kernels.formats.scaled import ScaledBlocks
 from hf_paged_kernels.modes import ordinary_tensors
 from hf_paged_kernels.numba import threads
@@ -321,8 +321,8 @@ def can_write(blocks: Blocks, key: torch.Tensor, value: torch.Tensor) -> bool:
 
 def write_kv(blocks: Blocks, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:
     """As `hf_paged_kernels.write_kv`."""
-    if isinstance(blocks, HotColdBlocks):
-        write_kv(blocks.hot, key, value, step.hot)
+    if isinstance(blocks, MixedBlocks):
+        write_kv(blocks.exact, key, value, step.exact)
         # Once in the life of a block, so that plain PyTorch does.
         quantize_new_blocks(blocks, key, value, step)
         return
@@ -368,7 +368,7 @@ def write_kv(blocks: Blocks, key: torch.Tensor, value: torch.Tensor, step: StepM
 
 def _writable_dtypes(blocks: Blocks) -> frozenset[tuple[torch.dtype, torch.dtype]]:
     """Dtypes of keys and of values that the kernel stores in such blocks."""
-    exact = blocks.hot if isinstance(blocks, HotColdBlocks) else blocks
+    exact = blocks.exact if isinstance(blocks, MixedBlocks) else blocks
     if isinstance(exact, KVBlocks):
         pairs, kernel = frozenset({(exact.key.dtype, exact.value.dtype)} & _DTYPE_PAIRS), store_exact
     else:

@@ -10,7 +10,7 @@ from hf_paged_kernels.torch.scores import MAX_SCORES, attention_scores
 from hf_paged_kernels.torch.visibility import block_visibility, visible_range
 
 
-def block_mass(
+def block_attention_scores(
     query: torch.Tensor,
     blocks: Blocks,
     step: StepMetadata,
@@ -21,7 +21,7 @@ def block_mass(
     softcap: float | None = None,
     key_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `hf_paged_kernels.api.block_mass`, whose contract this defines."""
+    """As `hf_paged_kernels.api.block_attention_scores`, whose contract this defines."""
     batch, num_heads, query_length, _ = query.shape
     size, num_kv_heads = step.block_size, blocks.num_kv_heads
     mass = lse.new_zeros(batch, num_kv_heads, step.block_table.shape[1])

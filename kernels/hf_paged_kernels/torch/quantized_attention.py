@@ -14,7 +14,7 @@ from hf_paged_kernels.torch.visibility import block_visibility, new_visibility, 
 CHUNK = 1 << 18
 
 
-def chunked_attention(
+def quantized_attention(
     query: torch.Tensor,
     blocks: Blocks,
     step: StepMetadata,

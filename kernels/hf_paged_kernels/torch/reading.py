@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from hf_paged_kernels.formats.blocks import Blocks, KVBlocks, Part, gather_tokens
-from hf_paged_kernels.formats.grouped import HotColdBlocks
+from hf_paged_kernels.formats.grouped import MixedBlocks
 from hf_paged_kernels.step import StepMetadata
 
 
@@ -38,11 +38,11 @@ def read_block_range(
     """
     lengths = step.past_lens if past_only else step.seq_lens
     sources, absent = step.memo(
-        ("blocks", first_block, last_block, isinstance(blocks, HotColdBlocks), past_only, blocks.device),
+        ("blocks", first_block, last_block, isinstance(blocks, MixedBlocks), past_only, blocks.device),
         lambda: _sources(blocks, step, first_block, last_block, lengths),
     )
     num_entries = step.batch * (last_block - first_block)
-    stores = (blocks.cold, blocks.hot) if isinstance(blocks, HotColdBlocks) else (blocks,)
+    stores = (blocks.quantized, blocks.exact) if isinstance(blocks, MixedBlocks) else (blocks,)
     dense = None
     for store, (entries, block_ids) in zip(stores, sources, strict=True):
         if not len(block_ids):
@@ -67,9 +67,9 @@ def _sources(
     """Which blocks of which store go where, and the tokens `[batch, 1, tokens, 1]` that no row has."""
     table = step.block_table[:, first_block:last_block]
     reads = [(table, table > 0)]
-    if isinstance(blocks, HotColdBlocks):
-        hot = step.hot.block_table[:, first_block:last_block]
-        reads = [(table, (table > 0) & (hot < 0)), (hot, hot >= 0)]
+    if isinstance(blocks, MixedBlocks):
+        exact = step.exact.block_table[:, first_block:last_block]
+        reads = [(table, (table > 0) & (exact < 0)), (exact, exact >= 0)]
     sources = []
     for ids, are_read in reads:
         entries = np.flatnonzero(are_read)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hf_paged_kernels.formats.blocks import Blocks, KVBlocks, gather_tokens
 from hf_paged_kernels.modes import matmul
 from hf_paged_kernels.step import StepMetadata
-from hf_paged_kernels.torch.quantized_attention import chunked_attention
+from hf_paged_kernels.torch.quantized_attention import quantized_attention
 from hf_paged_kernels.torch.scores import MAX_SCORES, attention_scores, softmax, weighted_values, work_dtype
 from hf_paged_kernels.torch.visibility import block_visibility, new_visibility, visible_range
 
@@ -36,7 +36,7 @@ def paged_attention(
     if not needs_scores and _sees_only_fresh_tokens(step, window, new_kv, key_mask):
         return _causal_attention(query, *new_kv, step, scale)
     if not isinstance(blocks, KVBlocks):
-        out, lse = chunked_attention(
+        out, lse = quantized_attention(
             query,
             blocks,
             step,

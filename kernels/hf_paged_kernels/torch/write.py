@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from hf_paged_kernels.formats.blocks import Blocks, KVBlocks, TokenIndex
-from hf_paged_kernels.formats.grouped import HotColdBlocks
+from hf_paged_kernels.formats.grouped import MixedBlocks
 from hf_paged_kernels.formats.scaled import ScaledBlocks
 from hf_paged_kernels.step import StepMetadata
 
@@ -15,8 +15,8 @@ CHUNK = 64
 
 def write_kv(blocks: Blocks, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:
     """As `hf_paged_kernels.api.write_kv`."""
-    if isinstance(blocks, HotColdBlocks):
-        write_kv(blocks.hot, key, value, step.hot)
+    if isinstance(blocks, MixedBlocks):
+        write_kv(blocks.exact, key, value, step.exact)
         quantize_new_blocks(blocks, key, value, step)
     elif isinstance(blocks, ScaledBlocks):
         index = step.write_index(blocks)
@@ -26,14 +26,14 @@ def write_kv(blocks: Blocks, key: torch.Tensor, value: torch.Tensor, step: StepM
         _write_unchanged(blocks, key, value, step.write_index(blocks))
 
 
-def quantize_new_blocks(blocks: HotColdBlocks, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:
+def quantize_new_blocks(blocks: MixedBlocks, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:
     """Quantizes the blocks that the new tokens fill and that do not stay exact, `CHUNK` of them at a time."""
     for start in range(0, len(step.quantized), CHUNK):
         columns, rows, block_ids = step.memo(
             ("quantized", start, key.device), lambda start=start: _new_blocks(step, start, key.device)
         )
         new = (states[rows[:, None], :, columns].permute(2, 0, 1, 3) for states in (key, value))
-        blocks.cold.quantize(*new, block_ids)
+        blocks.quantized.quantize(*new, block_ids)
 
 
 def _new_blocks(step: StepMetadata, start: int, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -59,29 +59,29 @@ def copy_blocks(layers: Sequence[Blocks], pairs: Sequence[tuple[int, int]]) -> N
             plane.index_copy_(1, targets, plane.index_select(1, sources))
 
 
-def seal_blocks(layers: Sequence[HotColdBlocks], pairs: Sequence[tuple[int, int]]) -> None:
-    """Quantizes hot blocks.
+def quantize_blocks(layers: Sequence[MixedBlocks], pairs: Sequence[tuple[int, int]]) -> None:
+    """Quantizes exact blocks.
 
     Args:
         layers: blocks of layers with the same block ids.
-        pairs: `(hot block, block id)`.
+        pairs: `(exact block, block id)`.
     """
     for blocks in layers:
         sources, targets = _split(pairs, blocks.device)
-        blocks.cold.quantize(*(blocks.hot.read_blocks(part, sources) for part in ("key", "value")), targets)
+        blocks.quantized.quantize(*(blocks.exact.read_blocks(part, sources) for part in ("key", "value")), targets)
 
 
-def thaw_blocks(layers: Sequence[HotColdBlocks], pairs: Sequence[tuple[int, int]]) -> None:
-    """Puts what the codes of blocks say into hot blocks.
+def dequantize_blocks(layers: Sequence[MixedBlocks], pairs: Sequence[tuple[int, int]]) -> None:
+    """Puts what the codes of blocks say into exact blocks.
 
     Args:
         layers: blocks of layers with the same block ids.
-        pairs: `(block id, hot block)`.
+        pairs: `(block id, exact block)`.
     """
     for blocks in layers:
         sources, targets = _split(pairs, blocks.device)
-        for part, plane in zip(("key", "value"), blocks.hot.planes, strict=True):
-            plane.index_copy_(1, targets, blocks.cold.read_blocks(part, sources))
+        for part, plane in zip(("key", "value"), blocks.exact.planes, strict=True):
+            plane.index_copy_(1, targets, blocks.quantized.read_blocks(part, sources))
 
 
 def _split(pairs: Sequence[tuple[int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

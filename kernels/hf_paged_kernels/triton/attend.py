@@ -33,8 +33,8 @@ def attend_kernel(
     new_value_ptr,  # [batch, num_kv_heads, query_length, VALUE_DIM]
     block_table_ptr,  # int32 [batch, table_width]
     seq_lens_ptr,  # int32 [batch]
-    cold_table_ptr,  # int32 [batch, table_width], where blocks are read as codes in groups; None: nowhere
-    cold_ranges_ptr,  # int32 [batch, 2], first token that is so read, and the one after the last
+    quantized_table_ptr,  # int32 [batch, table_width], where blocks are read as codes in groups; None: nowhere
+    quantized_ranges_ptr,  # int32 [batch, 2], first token that is so read, and the one after the last
     first_tokens_ptr,  # int32 [batch], tokens that are left to another pass; None
     key_mask_ptr,  # uint8 [batch, mask_width]; None
     sinks_ptr,  # [num_heads]; None
@@ -42,7 +42,7 @@ def attend_kernel(
     lse_ptr,  # float32 [batch, query_length, num_heads], or of partials [.., all_splits]; in log2. None: not wanted
     scale_log2,
     num_slots,
-    num_cold_slots,
+    num_quantized_slots,
     table_width,
     mask_width,
     query_length,
@@ -117,25 +117,25 @@ def attend_kernel(
     # Without codes in groups the gap is the interior, which is seen by all queries, and needs no mask.
     gap_begin, gap_end = interior_begin, interior_end
     if IS_GROUPED:
-        gap_begin, gap_end = tl.load(cold_ranges_ptr + 2 * batch), tl.load(cold_ranges_ptr + 2 * batch + 1)
-        cold_first, cold_last = tl.maximum(first, gap_begin), tl.minimum(last, gap_end)
+        gap_begin, gap_end = tl.load(quantized_ranges_ptr + 2 * batch), tl.load(quantized_ranges_ptr + 2 * batch + 1)
+        quantized_first, quantized_last = tl.maximum(first, gap_begin), tl.minimum(last, gap_end)
     gap_begin = tl.minimum(tl.maximum(begin, gap_begin), end)
     gap_end = tl.minimum(tl.maximum(begin, gap_end), end)
     if IS_GROUPED:
         KEY_WORDS: tl.constexpr = KEY[0] // KEY[3] * 8 // codes[0].dtype.element_ty.primitive_bitwidth
         VALUE_WORDS: tl.constexpr = VALUE[0] // VALUE[3] * 8 // codes[1].dtype.element_ty.primitive_bitwidth
-        cold_slots = wide_kv_head * num_cold_slots
-        cold_table = cold_table_ptr + wide_batch * table_width
+        quantized_slots = wide_kv_head * num_quantized_slots
+        quantized_table = quantized_table_ptr + wide_batch * table_width
         state = attend_tiles(
-            state, q, q_rest, position, gap_begin, gap_end, gap_end, gap_end, cold_first, cold_last,
-            codes[0] + cold_slots * KEY_WORDS, codes[1] + cold_slots * VALUE_WORDS, KEY_WORDS, VALUE_WORDS,
+            state, q, q_rest, position, gap_begin, gap_end, gap_end, gap_end, quantized_first, quantized_last,
+            codes[0] + quantized_slots * KEY_WORDS, codes[1] + quantized_slots * VALUE_WORDS, KEY_WORDS, VALUE_WORDS,
             (
-                codes[2] + cold_slots // FORMAT[3] * KEY[0],
-                codes[3] + cold_slots // FORMAT[3] * KEY[0],
-                codes[4] + cold_slots * (VALUE[0] // FORMAT[4]),
-                codes[5] + cold_slots * (VALUE[0] // FORMAT[4]),
+                codes[2] + quantized_slots // FORMAT[3] * KEY[0],
+                codes[3] + quantized_slots // FORMAT[3] * KEY[0],
+                codes[4] + quantized_slots * (VALUE[0] // FORMAT[4]),
+                codes[5] + quantized_slots * (VALUE[0] // FORMAT[4]),
             ),
-            cold_table, mask, scale_log2,
+            quantized_table, mask, scale_log2,
             KEY, VALUE, FORMAT, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, HAS_KEY_MASK, True, DIFFERING,
         )  # fmt: skip
     IN_BLOCKS: tl.constexpr = RAW if IS_GROUPED else FORMAT

@@ -7,7 +7,7 @@ import torch
 import triton
 
 from hf_paged_kernels.formats.blocks import Blocks, KVBlocks
-from hf_paged_kernels.formats.grouped import HotColdBlocks
+from hf_paged_kernels.formats.grouped import MixedBlocks
 from hf_paged_kernels.formats.scaled import ScaledBlocks
 from hf_paged_kernels.step import StepMetadata
 from hf_paged_kernels.triton.attend import attend_kernel
@@ -27,7 +27,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 def unsupported_reason(query: torch.Tensor, blocks: Blocks) -> str | None:
     """Why the kernels cannot do a call; `None` if they can."""
-    if not isinstance(blocks, KVBlocks | ScaledBlocks | HotColdBlocks):
+    if not isinstance(blocks, KVBlocks | ScaledBlocks | MixedBlocks):
         return type(blocks).__name__
     if isinstance(blocks, KVBlocks) and blocks.key.dtype != blocks.value.dtype:
         return f"keys in {blocks.key.dtype} with values in {blocks.value.dtype}"
@@ -146,8 +146,8 @@ class _Call:
             new_value,
             tables.table,
             tables.seq_lens,
-            tables.cold_table,
-            tables.cold_ranges,
+            tables.quantized_table,
+            tables.quantized_ranges,
             plan.shared.first_tokens if plan.shared else None,
             mask,
             sinks,
@@ -155,7 +155,7 @@ class _Call:
             lse,
             self.scale_log2,
             planes.num_slots,
-            planes.num_cold_slots,
+            planes.num_quantized_slots,
             tables.table.shape[1],
             0 if mask is None else mask.shape[1],
             query.shape[2],

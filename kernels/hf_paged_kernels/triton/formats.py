@@ -8,7 +8,7 @@ import torch
 import triton
 
 from hf_paged_kernels.formats.blocks import KVBlocks
-from hf_paged_kernels.formats.grouped import HotColdBlocks
+from hf_paged_kernels.formats.grouped import MixedBlocks
 from hf_paged_kernels.formats.scaled import ScaledBlocks
 from hf_paged_kernels.step import StepMetadata, upload
 
@@ -56,17 +56,17 @@ class Format:
         return self.is_grouped or (self.constants[0] in ("int8", "fp8") and self.constants[2])
 
 
-def format_of(blocks: KVBlocks | ScaledBlocks | HotColdBlocks) -> Format:
+def format_of(blocks: KVBlocks | ScaledBlocks | MixedBlocks) -> Format:
     dims = blocks.dims
-    if isinstance(blocks, HotColdBlocks):
-        cold = blocks.cold
-        key_group = cold.block_size // cold.key_scale.shape[2]
-        value_group = dims[1] // cold.value_scale.shape[3]
+    if isinstance(blocks, MixedBlocks):
+        quantized = blocks.quantized
+        key_group = quantized.block_size // quantized.key_scale.shape[2]
+        value_group = dims[1] // quantized.value_scale.shape[3]
         return Format(
-            _padded_runs(dims[0], 8 // cold.key_bits),
-            _padded_runs(dims[1], 8 // cold.value_bits),
-            ("grouped", cold.key_bits, cold.value_bits, key_group, value_group),
-            cold.dtype,
+            _padded_runs(dims[0], 8 // quantized.key_bits),
+            _padded_runs(dims[1], 8 // quantized.value_bits),
+            ("grouped", quantized.key_bits, quantized.value_bits, key_group, value_group),
+            quantized.dtype,
         )
     if isinstance(blocks, ScaledBlocks):
         constants = (*SCALED[blocks.code_dtype], blocks.key_offset is not None)
@@ -82,25 +82,29 @@ class Planes:
         key, value: by slot.
         codes: what there is besides; `None` for nothing.
         num_slots: of `key` and `value`.
-        num_cold_slots: of codes in groups.
+        num_quantized_slots: of codes in groups.
     """
 
     key: torch.Tensor
     value: torch.Tensor
     codes: tuple[torch.Tensor, ...] | None
     num_slots: int
-    num_cold_slots: int
+    num_quantized_slots: int
 
 
-def planes_of(blocks: KVBlocks | ScaledBlocks | HotColdBlocks) -> Planes:
+def planes_of(blocks: KVBlocks | ScaledBlocks | MixedBlocks) -> Planes:
     num_slots = blocks.num_blocks * blocks.block_size
     if isinstance(blocks, ScaledBlocks):
         key, value = blocks.key.view(torch.uint8), blocks.value.view(torch.uint8)
         return Planes(key, value, blocks.planes[2:], num_slots, 0)
-    if isinstance(blocks, HotColdBlocks):
-        hot, (key, value, *scales) = blocks.hot, blocks.cold.planes
+    if isinstance(blocks, MixedBlocks):
+        exact, (key, value, *scales) = blocks.exact, blocks.quantized.planes
         return Planes(
-            hot.key, hot.value, (_words(key), _words(value), *scales), hot.num_blocks * hot.block_size, num_slots
+            exact.key,
+            exact.value,
+            (_words(key), _words(value), *scales),
+            exact.num_blocks * exact.block_size,
+            num_slots,
         )
     return Planes(blocks.key, blocks.value, None, num_slots, 0)
 
@@ -112,14 +116,14 @@ class Tables:
     Attributes:
         table: `[batch, max_blocks]`, of the blocks in the model's dtype or of 8-bit codes.
         seq_lens: `[batch]`
-        cold_table: `[batch, max_blocks]`, of codes in groups; `None` if there are none.
-        cold_ranges: `[batch, 2]`, the first token that a row reads as codes in groups, and the one after the last.
+        quantized_table: `[batch, max_blocks]`, of codes in groups; `None` if there are none.
+        quantized_ranges: `[batch, 2]`, the first token that a row reads as codes in groups, and the one after the last.
     """
 
     table: torch.Tensor
     seq_lens: torch.Tensor
-    cold_table: torch.Tensor | None = None
-    cold_ranges: torch.Tensor | None = None
+    quantized_table: torch.Tensor | None = None
+    quantized_ranges: torch.Tensor | None = None
 
 
 def tables_of(step: StepMetadata, device: torch.device, *, is_grouped: bool) -> Tables:
@@ -131,15 +135,15 @@ def tables_of(step: StepMetadata, device: torch.device, *, is_grouped: bool) -> 
 
 
 def _tables_of_codes(step: StepMetadata, device: torch.device) -> Tables:
-    hot_table, size = step.hot.block_table, step.block_size
-    is_there = np.arange(hot_table.shape[1])[None] * size < step.seq_lens[:, None]
-    # A row reads one run of blocks as codes; before and after it there are hot ones.
-    is_cold = (hot_table < 0) & (step.block_table > 0) & is_there
-    first, last = is_cold.argmax(1), is_cold.shape[1] - is_cold[:, ::-1].argmax(1)
-    ranges = np.stack([first, np.where(is_cold.any(1), last, first)], axis=1) * size
-    if (np.diff(ranges)[:, 0] != is_cold.sum(1) * size).any():
+    exact_table, size = step.exact.block_table, step.block_size
+    is_there = np.arange(exact_table.shape[1])[None] * size < step.seq_lens[:, None]
+    # A row reads one run of blocks as codes; before and after it there are exact ones.
+    is_quantized = (exact_table < 0) & (step.block_table > 0) & is_there
+    first, last = is_quantized.argmax(1), is_quantized.shape[1] - is_quantized[:, ::-1].argmax(1)
+    ranges = np.stack([first, np.where(is_quantized.any(1), last, first)], axis=1) * size
+    if (np.diff(ranges)[:, 0] != is_quantized.sum(1) * size).any():
         raise ValueError("a row reads exact blocks between blocks of codes: kernels read one run of codes a row")
-    arrays = (hot_table, step.seq_lens, step.block_table, ranges.astype(np.int32))
+    arrays = (exact_table, step.seq_lens, step.block_table, ranges.astype(np.int32))
     return Tables(*upload(arrays, device))
 
 

@@ -19,7 +19,7 @@ TILE_BYTES = 16 * 1024
 
 
 @triton.jit(do_not_specialize=["table_width", "mask_width", "query_length"])
-def block_mass_kernel(
+def block_scores_kernel(
     query_ptr,  # [batch, num_heads, query_length, KEY_DIM]
     key_ptr,  # [num_kv_heads, num_slots, KEY_DIM]
     block_table_ptr,  # int32 [batch, table_width]
@@ -77,14 +77,14 @@ def block_mass_kernel(
     tl.store(mass_ptr + (wide_batch * tl.num_programs(1) + kv_head) * table_width + block, mass)
 
 
-def block_mass_unsupported_reason(query: torch.Tensor, blocks: Blocks) -> str | None:
-    """Why `block_mass` cannot do a call; `None` if it can."""
+def block_attention_scores_unsupported_reason(query: torch.Tensor, blocks: Blocks) -> str | None:
+    """Why `block_attention_scores` cannot do a call; `None` if it can."""
     if not isinstance(blocks, KVBlocks):
-        return "block_mass over codes"
+        return "block_attention_scores over codes"
     return unsupported_reason(query, blocks)
 
 
-def block_mass(
+def block_attention_scores(
     query: torch.Tensor,
     blocks: KVBlocks,
     step: StepMetadata,
@@ -95,7 +95,7 @@ def block_mass(
     softcap: float | None = None,
     key_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `hf_paged_kernels.api.block_mass`."""
+    """As `hf_paged_kernels.api.block_attention_scores`."""
     query = with_dense_dims(query)
     batch, num_heads, query_length, key_dim = query.shape
     group, width = num_heads // blocks.num_kv_heads, step.block_table.shape[1]
@@ -105,7 +105,7 @@ def block_mass(
     # Queries and keys of a tile, up to a power of two.
     max_rows = max(16, min(MAX_ROWS, TILE_BYTES // (triton.next_power_of_2(key_dim) * query.element_size())))
     with device_guard(query.device):
-        block_mass_kernel[(width, blocks.num_kv_heads, batch)](
+        block_scores_kernel[(width, blocks.num_kv_heads, batch)](
             query,
             blocks.key,
             on_device.block_table,

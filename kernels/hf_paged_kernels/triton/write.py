@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from hf_paged_kernels.formats.blocks import Blocks
-from hf_paged_kernels.formats.grouped import HotColdBlocks
+from hf_paged_kernels.formats.grouped import MixedBlocks
 from hf_paged_kernels.step import StepMetadata, upload
 from hf_paged_kernels.torch.write import quantize_new_blocks
 from hf_paged_kernels.triton.codes import outlying, scaled_codes, with_sign, without_offset
@@ -131,8 +131,8 @@ def copy_kernel(
 
 def write_kv(blocks: Blocks, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:
     """As `hf_paged_kernels.write_kv`."""
-    if isinstance(blocks, HotColdBlocks):
-        write_kv(blocks.hot, key, value, step.hot)
+    if isinstance(blocks, MixedBlocks):
+        write_kv(blocks.exact, key, value, step.exact)
         # Once in the life of a block, so that plain PyTorch does.
         quantize_new_blocks(blocks, key, value, step)
         return

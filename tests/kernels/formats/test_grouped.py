@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hf_paged_kernels import GroupedBlocks, HotColdBlocks, copy_blocks, seal_blocks, thaw_blocks
+from hf_paged_kernels import GroupedBlocks, MixedBlocks, copy_blocks, dequantize_blocks, quantize_blocks
 
 from hf_paged_cache import KVQuant
 from hf_paged_cache.codecs import Geometry, make_codec
@@ -180,27 +180,27 @@ def test_other_blocks_are_not_touched(quant: KVQuant) -> None:
 
 
 @schemes
-def test_sealed_from_hot_blocks_or_quantized_at_once_the_codes_are_the_same(quant: KVQuant) -> None:
+def test_quantized_from_exact_blocks_or_quantized_at_once_the_codes_are_the_same(quant: KVQuant) -> None:
     key, value = (torch.randn(HEADS, 3, BLOCK_SIZE, dim, generator=torch.Generator().manual_seed(3)) for dim in DIMS)
     at_once = new_blocks(quant)
     at_once.quantize(key, value, torch.tensor([1, 2, 3]))
-    one_by_one = HotColdBlocks(new_blocks(quant), poisoned_blocks(5, HEADS, BLOCK_SIZE, DIMS, torch.float32, math.nan))
-    for plane, states in zip(one_by_one.hot.planes, (key, value), strict=True):
+    one_by_one = MixedBlocks(new_blocks(quant), poisoned_blocks(5, HEADS, BLOCK_SIZE, DIMS, torch.float32, math.nan))
+    for plane, states in zip(one_by_one.exact.planes, (key, value), strict=True):
         plane[:, [4, 1, 3]] = states
-    seal_blocks([one_by_one], [(3, 3)])
-    seal_blocks([one_by_one], [(4, 1), (1, 2)])
-    for plane, other in zip(bits_of(at_once), bits_of(one_by_one.cold), strict=True):
+    quantize_blocks([one_by_one], [(3, 3)])
+    quantize_blocks([one_by_one], [(4, 1), (1, 2)])
+    for plane, other in zip(bits_of(at_once), bits_of(one_by_one.quantized), strict=True):
         assert torch.equal(plane, other)
 
 
 @schemes
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_thawed_blocks_hold_what_the_codes_say(quant: KVQuant, dtype: torch.dtype) -> None:
-    blocks = HotColdBlocks(new_blocks(quant, dtype), poisoned_blocks(4, HEADS, BLOCK_SIZE, DIMS, dtype, math.nan))
+def test_dequantized_blocks_hold_what_the_codes_say(quant: KVQuant, dtype: torch.dtype) -> None:
+    blocks = MixedBlocks(new_blocks(quant, dtype), poisoned_blocks(4, HEADS, BLOCK_SIZE, DIMS, dtype, math.nan))
     key, value = hard_states("outlier channels", dtype)
-    blocks.cold.quantize(key[:, None], value[:, None], torch.tensor([ID]))
-    thaw_blocks([blocks], [(ID, 3), (ID, 1)])
-    for part, plane in zip(("key", "value"), blocks.hot.planes, strict=True):
+    blocks.quantized.quantize(key[:, None], value[:, None], torch.tensor([ID]))
+    dequantize_blocks([blocks], [(ID, 3), (ID, 1)])
+    for part, plane in zip(("key", "value"), blocks.exact.planes, strict=True):
         codes_say = blocks.read_blocks(part, torch.tensor([ID]))[:, 0]
         assert torch.equal(plane[:, 3], codes_say)
         assert torch.equal(plane[:, 1], codes_say)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hf_paged_kernels import (
     GroupedBlocks,
-    HotColdBlocks,
     KVBlocks,
+    MixedBlocks,
     ScaledBlocks,
-    block_mass,
+    block_attention_scores,
     paged_attention,
     read_columns,
 )
@@ -148,14 +148,14 @@ def test_block_mass_is_that_over_what_the_codes_say(kv: Any, case: Case) -> None
     options["key_mask"] = torch.rand(len(rows), max(case.lengths), generator=generator) < 0.6 if case.holes else None
     _, lse = paged_attention(query, blocks, step, **options, return_lse=True)
     plain = exact_copy(blocks, step, as_read)
-    mass = block_mass(query, blocks, step, lse, **options)
-    torch.testing.assert_close(mass, block_mass(query, plain, step, lse, **options), atol=1e-12, rtol=1e-12)
+    mass = block_attention_scores(query, blocks, step, lse, **options)
+    torch.testing.assert_close(mass, block_attention_scores(query, plain, step, lse, **options), atol=1e-12, rtol=1e-12)
 
 
-def test_hot_and_cold_blocks_say_what_both_are() -> None:
+def test_mixed_blocks_say_what_both_are() -> None:
     case = Case(lengths=(40,), dims=(16, 48))
     rows = random_rows(case, torch.float32, torch.Generator().manual_seed(0))
     blocks, _, _ = quantized(case, rows, CODECS["int4"])
-    assert isinstance(blocks, HotColdBlocks)
-    assert blocks.dims == blocks.cold.dims == (16, 48)
-    assert (blocks.block_size, blocks.num_kv_heads, blocks.num_blocks) == (16, 1, blocks.cold.num_blocks)
+    assert isinstance(blocks, MixedBlocks)
+    assert blocks.dims == blocks.quantized.dims == (16, 48)
+    assert (blocks.block_size, blocks.num_kv_heads, blocks.num_blocks) == (16, 1, blocks.quantized.num_blocks)

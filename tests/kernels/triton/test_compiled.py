@@ -54,7 +54,7 @@ def test_the_most_used_width_compiles_as_it_is_meant_to(target: str) -> None:
     assert {row["compiled"]["kernel"] for row in compiled} == {
         "attend_kernel",
         "attend_shared_kernel",
-        "block_mass_kernel",
+        "block_scores_kernel",
         "merge_kernel",
         "write_kernel",
         "copy_kernel",

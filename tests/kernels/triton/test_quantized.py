@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hf_paged_kernels import Blocks, HotColdBlocks, StepMetadata
+from hf_paged_kernels import Blocks, MixedBlocks, StepMetadata
 
 from hf_paged_cache import PagedCache
 from hf_paged_cache.codecs import Geometry, KVQuant, make_codec
@@ -51,23 +51,23 @@ def with_one_run_of_codes(
     exact, step = lay_out(case, rows, poison)
     heads, num_blocks, size, _ = exact.key.shape
     geometry = Geometry.of(*(plane.transpose(0, 1) for plane in exact.planes))
-    cold = make_codec(kv).allocate(geometry, size, num_blocks)
-    poison_planes(cold)
-    hot = poisoned_blocks(num_blocks, heads, size, case.dims, exact.key.dtype, poison)
-    # Hot blocks have ids of their own.
-    hot_table = np.where(step.block_table > 0, num_blocks - 1 - step.block_table, -1).astype(np.int32)
+    quantized = make_codec(kv).allocate(geometry, size, num_blocks)
+    poison_planes(quantized)
+    in_exact_blocks = poisoned_blocks(num_blocks, heads, size, case.dims, exact.key.dtype, poison)
+    # Exact blocks have ids of their own.
+    exact_table = np.where(step.block_table > 0, num_blocks - 1 - step.block_table, -1).astype(np.int32)
     codes_table = np.zeros_like(step.block_table)
     for row, length in enumerate(case.lengths if case.new_from_blocks else case.past_lens):
         run = slice(row % 2, max(length // size - 1, row % 2))
-        codes_table[row, run], hot_table[row, run] = step.block_table[row, run], -1
+        codes_table[row, run], exact_table[row, run] = step.block_table[row, run], -1
     for block_id in codes_table[codes_table > 0].tolist():
-        cold.quantize(exact.key[:, [block_id]], exact.value[:, [block_id]], torch.tensor([block_id]))
-    for row, block in zip(*np.nonzero(hot_table >= 0), strict=True):
-        for plane, source in zip(hot.planes, exact.planes, strict=True):
-            plane[:, hot_table[row, block]] = source[:, step.block_table[row, block]]
-    with_hot = StepMetadata(
+        quantized.quantize(exact.key[:, [block_id]], exact.value[:, [block_id]], torch.tensor([block_id]))
+    for row, block in zip(*np.nonzero(exact_table >= 0), strict=True):
+        for plane, source in zip(in_exact_blocks.planes, exact.planes, strict=True):
+            plane[:, exact_table[row, block]] = source[:, step.block_table[row, block]]
+    with_exact = StepMetadata(
         block_table=step.block_table,
-        hot_table=hot_table,
+        exact_table=exact_table,
         seq_lens=step.seq_lens,
         padding=step.padding,
         slots=step.slots,
@@ -75,7 +75,11 @@ def with_one_run_of_codes(
         block_size=size,
         new_tokens_stored=step.new_tokens_stored,
     )
-    return HotColdBlocks(cold, hot), with_hot, quantized_cases._as_read(case, rows, cold, codes_table)
+    return (
+        MixedBlocks(quantized, in_exact_blocks),
+        with_exact,
+        quantized_cases._as_read(case, rows, quantized, codes_table),
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +169,7 @@ def test_offsets_beyond_32_bits(kv):
     query = torch.randn(2, 4, 1, 16, generator=torch.Generator().manual_seed(1)).half()
     blocks, step, _ = quantized_cases.quantized(case, rows, kv)
     expected = attention(query, blocks, step, scale=0.3)
-    codes = blocks.cold if isinstance(blocks, HotColdBlocks) else blocks
+    codes = blocks.quantized if isinstance(blocks, MixedBlocks) else blocks
     shift = 2**31 // codes.key[0, 0].numel() + 8 - codes.num_blocks
     wide = {}
     for field in fields(codes):
@@ -176,7 +180,7 @@ def test_offsets_beyond_32_bits(kv):
     codes = replace(codes, **wide)
     step.block_table = np.where(step.block_table > 0, step.block_table + shift, 0).astype(np.int32)
     step._memo.clear()
-    far = replace(blocks, cold=codes) if isinstance(blocks, HotColdBlocks) else codes
+    far = replace(blocks, quantized=codes) if isinstance(blocks, MixedBlocks) else codes
     assert torch.equal(attention(query, far, step, scale=0.3), expected)
 
 
@@ -185,17 +189,17 @@ def test_exact_blocks_between_codes_are_refused():
     case = Case(lengths=(90,))
     rows = random_rows(case, torch.float32, torch.Generator().manual_seed(0))
     blocks, step, _ = with_one_run_of_codes(case, rows, GROUPED["int4"])
-    step.hot.block_table[0, 1] = 1
+    step.exact.block_table[0, 1] = 1
     with pytest.raises(ValueError, match="exact blocks between blocks of codes"):
         attention(torch.randn(1, 2, 1, 16), blocks, step, scale=1.0)
 
 
 @pytest.mark.parametrize("kv", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_generate_on_interpreted_kernels(llama, prompts, kv):
-    """The whole path: writing codes, sealing blocks, decoding, beams and padding."""
+    """The whole path: writing codes, quantizing blocks, decoding, beams and padding."""
     model, options = copy.deepcopy(llama()).to(DEVICE), {"max_new_tokens": 4, "do_sample": False, "num_beams": 2}
     inputs = {name: tensor.to(DEVICE) for name, tensor in prompts(70, 60).items()}
-    quant = KVQuant(kv) if kv in SCALED else KVQuant(kv, hot_window=16, sink=16)
+    quant = KVQuant(kv) if kv in SCALED else KVQuant(kv, exact_recent=16, exact_sinks=16)
     tokens = []
     for backend in ("reference", "triton"):
         cache = PagedCache(model.config, block_size=16, backend=backend, kv=quant)
