@@ -30,7 +30,7 @@ from hf_paged_cache.hf.reached_states import ReachedStates
 from hf_paged_cache.hf.tracing import untraced
 from hf_paged_cache.ledger import Change
 from hf_paged_cache.memory.budget import MemoryBudget
-from hf_paged_cache.provenance import StoreProvenance
+from hf_paged_cache.provenance import Provenance
 from hf_paged_cache.stats import CacheStats, collect, format_bytes
 
 
@@ -109,7 +109,7 @@ class PagedCache(FormerNames, ReachedStates):
         self._image_layers = frozenset(getattr(self._config, "cross_attention_layers", None) or ())
         self._pass_number = 0
         self._states_are_ahead = False
-        self.provenance: StoreProvenance | None = None
+        self.provenance: Provenance | None = None
         self._last_layer_idx = -1
         self.last_state_idx = -1
         self._pending_mask: PendingMask | None = None

@@ -38,8 +38,7 @@ class LayerGroup:
         lengths: columns that each layer has been given, by layer index.
 
     Attributes:
-        records_past: whether rows hold on to what has left their window as long as there is room, since it may be wanted
-            by others.
+        records_past: whether rows keep what has left their window while there is room, since others may want it.
     """
 
     def __init__(self, pool: GroupPool, table: BlockTable, lengths: dict[int, int] | None = None) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hf_paged_cache.blocks.tables import BlockTable
 from hf_paged_cache.groups import LayerGroup
 from hf_paged_cache.memory.budget import MemoryBudget
-from hf_paged_cache.provenance import StoreProvenance
+from hf_paged_cache.provenance import Provenance
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def collect(
     lead: BlockTable | None,
     block_size: int,
     budget: MemoryBudget,
-    provenance: StoreProvenance | None,
+    provenance: Provenance | None,
 ) -> CacheStats:
     """The numbers of a cache with these groups, whose rows and columns are those of the table `lead`."""
     pools = {id(group.pool): group.pool for group in groups}.values()

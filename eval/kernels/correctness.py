@@ -56,7 +56,7 @@ def copy_row(shape: Shape, device: torch.device) -> Row:
     return _row("copy", shape, lambda: _compare_bytes(copied["triton"], copied["reference"], []))
 
 
-def mass_row(shape: Shape, device: torch.device) -> Row:
+def scores_row(shape: Shape, device: torch.device) -> Row:
     """The attention that each block gets, against plain PyTorch in float64."""
     problem = Problem(shape, device)
     options = {"step": problem.step, "scale": problem.scale}
@@ -67,9 +67,9 @@ def mass_row(shape: Shape, device: torch.device) -> Row:
     _, exact_lse = paged_attention(query, exact, return_lse=True, backend="reference", **options)
 
     def compare() -> float:
-        mass = block_attention_scores(problem.query, blocks, lse=lse, backend="triton", **options)
+        scores = block_attention_scores(problem.query, blocks, lse=lse, backend="triton", **options)
         expected = block_attention_scores(query, exact, lse=exact_lse, backend="reference", **options)
-        error = float((mass.double() - expected).abs().max() / expected.abs().max())
+        error = float((scores.double() - expected).abs().max() / expected.abs().max())
         if not error <= TOLERANCE[shape.dtype]:
             raise WrongResult(f"off by {error:.2g} of the largest sum, allowed is {TOLERANCE[shape.dtype]:.2g}")
         return error
@@ -83,7 +83,7 @@ def rows_of_format(shape: Shape, query_lengths: Sequence[int], device: torch.dev
     if shape.kv in ("raw", "int8", "fp8"):
         rows.append(write_row(replace(shape, query_length=max(query_lengths)), device))
     if shape.kv == "raw":
-        rows += [copy_row(shape, device), mass_row(shape, device)]
+        rows += [copy_row(shape, device), scores_row(shape, device)]
     return rows
 
 

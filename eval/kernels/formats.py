@@ -22,7 +22,7 @@ class Stored:
 
     Attributes:
         blocks: of one layer, as kernels take them.
-        exact_table: int32 `[batch, width]`, the exact block of each logical block, or -1; `None` in formats without any.
+        exact_table: int32 `[batch, width]`, the exact block of each logical block, or -1; `None` in formats with none.
         key, value: what the blocks read as, `[num_kv_heads, num_blocks, block_size, head_dim]`.
     """
 

@@ -223,7 +223,7 @@ class BlockAllocator:
     def acquire(self, block_ids: np.ndarray, times: int = 1) -> None:
         """Adds `times` references to each of `block_ids`, which may repeat, for a holder that is no table.
 
-        Null blocks are passed over. An evictable block becomes referenced again; this is how a known prefix is picked up.
+        Null blocks are passed over. An evictable block becomes referenced again: so a cached prefix is picked up.
         """
         opened = self.ledger.open(self)
         np.add.at(self._other_references, block_ids, times)

@@ -1,7 +1,7 @@
 """Which blocks the rows of a table read exactly, under codecs that quantize whole blocks.
 
-A block is quantized once, when it is full and the newest tokens have moved on. Until then its tokens are also in an exact
-block, in the model's dtype; so are those of the first blocks (attention sinks), always.
+A block is quantized once, when it is full and the newest tokens have moved on. Until then an exact block holds its
+tokens too, in the model's dtype. The first blocks (attention sinks) always have one.
 
     logical block    0        1      2      3      4      5
                    | sink |  codes, read by block id | exact window |     block_size 64, sink 64, window 64

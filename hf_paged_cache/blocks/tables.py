@@ -290,7 +290,7 @@ class BlockTable:
             padding: int32 `[num_rows]`, leading columns of each row that are not tokens.
             block_ids: int32 `[num_rows, width]`, the blocks of each row's tokens; 0 where there is none, or it has
                 left the window.
-            exact_ids: int32 `[num_rows, width]`, exact blocks; 0 where a row is to read codes. `None` if there are none.
+            exact_ids: int32 `[num_rows, width]`, exact blocks; 0 where a row is to read codes. `None` for none.
         """
         first_kept_column, given_up = 0, np.zeros_like(padding)
         if self.window is not None:
@@ -324,7 +324,7 @@ class BlockTable:
         return state._replace(first_kept_column=first_kept_column).without_unkept(self.block_size)
 
     def _due(self, state: TableState, seq_lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The entries (rows `[n]`, logical blocks `[n]`) that are exact and that rows of these lengths read as codes."""
+        """The exact entries (rows `[n]`, logical blocks `[n]`) that rows of these lengths read as codes."""
         return np.nonzero((state.exact_ids != 0) & self.exact.are_quantized(seq_lens, state.width))
 
     def _need(self, state: TableState, num_new: int, attended: np.ndarray | None, record_past: bool) -> Need:

@@ -53,7 +53,7 @@ Inputs = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class Scenario:
     """One way of generating that is run with both caches: `prompts` are one batch.
 
     `lessons` says in words what the figures of each use of the paged cache show.
@@ -97,7 +97,7 @@ class Measurement:
 class Comparison:
     """One part with DynamicCache, with PagedCache, and for beams with PagedCache forked after the prompt."""
 
-    part: Part
+    part: Scenario
     dynamic: Measurement
     paged: tuple[Measurement, ...]
 
@@ -165,10 +165,10 @@ def run(
     return comparisons
 
 
-def _parts(prompt: str | None) -> tuple[Part, ...]:
+def _parts(prompt: str | None) -> tuple[Scenario, ...]:
     long_prompt = prompt or f"{LONG_TEXT}\n\n{LONG_QUESTION}"
     return (
-        Part(
+        Scenario(
             title="Plain",
             prompts=(prompt or QUESTION,),
             num_beams=1,
@@ -177,7 +177,7 @@ def _parts(prompt: str | None) -> tuple[Part, ...]:
                 "blocks that the pools keep ready",
             ),
         ),
-        Part(
+        Scenario(
             title=f"{NUM_BEAMS} beams",
             prompts=(long_prompt,),
             num_beams=NUM_BEAMS,
@@ -187,7 +187,7 @@ def _parts(prompt: str | None) -> tuple[Part, ...]:
                 "With prefill and fork the prompt is computed and stored once, and shared from the start",
             ),
         ),
-        Part(
+        Scenario(
             title=f"Batch of {len(SHORT_QUESTIONS) + 2}",
             prompts=(*SHORT_QUESTIONS, QUESTION, long_prompt),
             num_beams=1,

@@ -15,11 +15,11 @@ from hf_paged_cache.prefix.cached_prompts import CachedPrompts
 from hf_paged_cache.prefix.extra_keys import Spans
 from hf_paged_cache.prefix.identity import Namespace
 from hf_paged_cache.prefix.prompts import Prompts
+from hf_paged_cache.prefix.provenance import Positions, StoreProvenance
 from hf_paged_cache.prefix.requests import Request, read_request
 from hf_paged_cache.prefix.resumable import why_not_now
 from hf_paged_cache.prefix.rope_positions import RopePositions, keeps_positions
 from hf_paged_cache.prefix.sharing import plan_parts
-from hf_paged_cache.provenance import Positions, StoreProvenance
 
 
 class Lookups:

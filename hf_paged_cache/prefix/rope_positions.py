@@ -19,7 +19,7 @@ from transformers import GenerationMixin
 from hf_paged_cache.prefill import CACHE_ARGUMENT
 from hf_paged_cache.prefix.extra_keys import Span, Spans
 from hf_paged_cache.prefix.prompts import Prompts
-from hf_paged_cache.provenance import Positions
+from hf_paged_cache.prefix.provenance import Positions
 
 STATE = "rope_deltas"
 """The attribute in which a model keeps the shift of its last prompt, int64 `[batch, 1]`."""

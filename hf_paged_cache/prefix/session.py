@@ -1,7 +1,7 @@
 """What holds on to blocks of a `BlockStore` between calls: a conversation, and a pinned prompt."""
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
@@ -11,10 +11,21 @@ from hf_paged_cache.errors import CacheStateError, PagedCacheError
 from hf_paged_cache.options import CACHE_ARGUMENT, generate_options
 from hf_paged_cache.prefix.in_process import InProcess
 
-if TYPE_CHECKING:
-    from hf_paged_cache.prefix.store import BlockStore
-
 logger = logging.getLogger(__name__)
+
+
+class ConversationStore(Protocol):
+    """What a session needs of a `BlockStore`; see the methods there.
+
+    Attributes:
+        model: the model that the store belongs to.
+    """
+
+    model: Any
+
+    def cache_and_inputs(self, input_ids: torch.Tensor, **options: Any) -> tuple[PagedCache, dict[str, Any]]: ...
+
+    def commit(self, cache: PagedCache, output: Any) -> int: ...
 
 
 class _Progress(StoppingCriteria):
@@ -50,7 +61,7 @@ class Session(InProcess):
         cache: of the last turn, or the one that is being generated; `None` before the first one.
     """
 
-    def __init__(self, store: "BlockStore", salt: str | None = None) -> None:
+    def __init__(self, store: ConversationStore, salt: str | None = None) -> None:
         self.store = store
         self.salt = salt
         self.cache: PagedCache | None = None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Part(NamedTuple):
+class SharedPrefill(NamedTuple):
     """The beginning of a row that is to be computed by itself.
 
     Attributes:
@@ -21,7 +21,7 @@ class Part(NamedTuple):
 
 def plan_parts(
     rows: Sequence[np.ndarray], known: Sequence[int], padding: Sequence[int], *, least_saved: int
-) -> list[Part]:
+) -> list[SharedPrefill]:
     """The parts of a batch that are worth a forward pass of their own, with a batch of one.
 
     `generate` goes on from one column in all rows, so a batch computes again what only some of its rows know, and each
@@ -46,13 +46,13 @@ def plan_parts(
         have = max(known[row], min(carried, shared[place]))
         most = min(max(shared[place], shared[place + 1]), len(rows[row]) - 1)
         if most > have:
-            parts.append(Part(row, most))
+            parts.append(SharedPrefill(row, most))
             cost += most - have
         reach[row] = carried = max(have, most)
     ends = [min(tokens + pad, num_columns - 1) for tokens, pad in zip(reach, padding, strict=True)]
     plain = len(rows) * (num_columns - min(tokens + pad for tokens, pad in zip(known, padding, strict=True)))
     with_shared = cost + len(rows) * (num_columns - min(ends))
-    lagging = [Part(row, max(ends) - padding[row]) for row in order if ends[row] < max(ends)]
+    lagging = [SharedPrefill(row, max(ends) - padding[row]) for row in order if ends[row] < max(ends)]
     with_lagging = cost + sum(max(ends) - ends[part.row] for part in lagging)
     with_lagging += len(rows) * (num_columns - max(ends))
     if plain - min(with_shared, with_lagging) < least_saved:

@@ -205,8 +205,8 @@ class BlockStore(InProcess):
         provenance = cache.provenance.for_rows(table.num_rows)
         if provenance is None or (table.padding != np.minimum(provenance.padding, table.num_columns)).any():
             raise CacheStateError(
-                f"the cache has {table.num_rows} rows with {table.padding.tolist()} columns of padding, but "
-                f"`cache_for` was given {len(cache.provenance.rows)} with {cache.provenance.padding.tolist()}: give it the "
+                f"the cache has {table.num_rows} rows with {table.padding.tolist()} columns of padding; `cache_for` "
+                f"was given {len(cache.provenance.rows)} with {cache.provenance.padding.tolist()}: give it the "
                 "attention_mask that `generate` gets, and `copies` for beams and samples"
             )
         differences = self._identity.current().differences(provenance.namespace.identity, "then")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_paged_cache.prefix.prompts import Prompts
-from hf_paged_cache.provenance import StoreProvenance
+from hf_paged_cache.prefix.provenance import StoreProvenance
 
 
 @dataclass(frozen=True, eq=False)

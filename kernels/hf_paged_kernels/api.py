@@ -12,8 +12,7 @@ import torch
 
 from hf_paged_kernels.formats.blocks import Blocks
 from hf_paged_kernels.step import StepMetadata
-from hf_paged_kernels.torch import block_scores as mass
-from hf_paged_kernels.torch import reference, write
+from hf_paged_kernels.torch import block_scores, reference, write
 
 logger = logging.getLogger(__name__)
 
@@ -109,11 +108,12 @@ def block_attention_scores(
     _check_options(window, softcap)
     if not step.new_tokens_stored:
         raise ValueError(
-            "block_attention_scores needs all new tokens in the blocks; a window left some out: ask for steps shorter than it"
+            "block_attention_scores needs all new tokens in the blocks; a window left some out: ask for steps "
+            "shorter than it"
         )
     options = {"scale": scale, "window": window, "softcap": softcap, "key_mask": key_mask}
     kernels = _implementation(query, blocks, backend, "block_attention_scores_unsupported_reason")
-    return (kernels or mass).block_attention_scores(query, blocks, step, lse, **options)
+    return (kernels or block_scores).block_attention_scores(query, blocks, step, lse, **options)
 
 
 def write_kv(

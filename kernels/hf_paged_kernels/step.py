@@ -49,8 +49,8 @@ class StepMetadata:
         num_columns: columns after this step.
         block_size: tokens a block.
         new_tokens_stored: whether all new tokens have a slot, so that attention may read them from the blocks.
-        exact_table: int32 `[batch, max_blocks]`, the exact block of each logical block; -1 where a row reads codes. There
-            is no null block among exact ones. `None` if there are none.
+        exact_table: int32 `[batch, max_blocks]`, the exact block of each logical block; -1 where a row reads codes.
+            There is no null block among exact ones. `None` if there are none.
         exact_slots: int32 `[batch, query_length]`, the slots of new columns in exact blocks; -1 for those that are
             quantized at once.
         quantized: int `[n, 3]`, blocks that the new tokens fill and that are quantized at once: row, column of the

@@ -12,7 +12,7 @@ from hf_paged_cache.blocks.tables import BlockTable
 from hf_paged_cache.errors import OutOfBlocksError
 from tests.support.small_tables import SIZE, extend, mask, slots, state
 
-POLICY = ExactPolicy(window=4, exact_sinks=4)
+POLICY = ExactPolicy(recent=4, sinks=4)
 
 
 class Rows:
@@ -82,7 +82,7 @@ class TestWhatIsExact:
         assert exact.are_quantized(np.array([length]), 30)[0].nonzero()[0].tolist() == quantized
 
     def test_the_picture_of_the_module(self) -> None:
-        exact = ExactBlocks(ExactPolicy(window=64, exact_sinks=64), 64, BlockAllocator())
+        exact = ExactBlocks(ExactPolicy(recent=64, sinks=64), 64, BlockAllocator())
         assert exact.are_quantized(np.array([350]), 6)[0].tolist() == [False, True, True, True, False, False]
 
     @pytest.mark.parametrize("chunk", [1, 3, 4, 7])
@@ -319,7 +319,7 @@ class TestWindow:
     """Layers that look back some tokens only, and quantize those."""
 
     def test_blocks_that_leave_the_window_are_given_back_on_both_sides(self) -> None:
-        rows = Rows(ExactPolicy(window=4, exact_sinks=0), window=14)
+        rows = Rows(ExactPolicy(recent=4, sinks=0), window=14)
         for length in range(1, 60):
             rows.feed(1)
             held = {block for block in range(-(-length // SIZE)) if rows.table.block_ids[0, block]}
@@ -330,7 +330,7 @@ class TestWindow:
         assert rows.exact_allocator.num_referenced == len(exact)
 
     def test_what_no_later_step_sees_is_neither_stored_nor_quantized(self) -> None:
-        rows = Rows(ExactPolicy(window=4, exact_sinks=0), window=10)
+        rows = Rows(ExactPolicy(recent=4, sinks=0), window=10)
         rows.feed(2)
         step, _, _ = rows.feed(30)
         assert step.quantized.tolist() == [[0, 18, 2], [0, 22, 3]]
@@ -339,7 +339,7 @@ class TestWindow:
 
     def test_a_block_with_tokens_that_were_left_out_is_never_quantized(self) -> None:
         """Its slots hold anything: it has left the window before its turn comes."""
-        rows = Rows(ExactPolicy(window=0, exact_sinks=0), window=3)
+        rows = Rows(ExactPolicy(recent=0, sinks=0), window=3)
         rows.feed(2)
         step, _, _ = rows.feed(9)
         assert not step.new_tokens_stored

@@ -26,7 +26,7 @@ CODE = 1 << 40
 class ExactConservation(Conservation):
     """The pool of numbers is that of a layer that stores them as they are; beside it are codes and exact blocks."""
 
-    policy = ExactPolicy(window=5, exact_sinks=3)
+    policy = ExactPolicy(recent=5, sinks=3)
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class ExactConservation(Conservation):
             cache.rows[row] = [None] * padding + tokens
 
     def is_quantized(self, block: int, length: int) -> bool:
-        return block * SIZE >= self.policy.sink and (block + 1) * SIZE <= length - self.policy.window
+        return block * SIZE >= self.policy.sinks and (block + 1) * SIZE <= length - self.policy.recent
 
     def expected_refusal(
         self, cache: Cache, num_new: int, leading: list[int], record_past: bool
@@ -187,7 +187,7 @@ class ExactConservation(Conservation):
 
 
 class ExactConservationWithoutExactTokens(ExactConservation):
-    policy = ExactPolicy(window=0, exact_sinks=0)
+    policy = ExactPolicy(recent=0, sinks=0)
 
 
 def block_of(pool: np.ndarray, block: int) -> np.ndarray:

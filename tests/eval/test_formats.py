@@ -131,7 +131,7 @@ def test_wrong_sums_of_attention_are_told(monkeypatch, softcap, verdict):
 
     monkeypatch.setattr(correctness, "paged_attention", in_plain_pytorch)
     monkeypatch.setattr(correctness, "block_attention_scores", with_a_softcap)
-    assert re.fullmatch(verdict, correctness.mass_row(SHAPE, CPU)["verdict"])
+    assert re.fullmatch(verdict, correctness.scores_row(SHAPE, CPU)["verdict"])
 
 
 def test_a_clone_has_memory_of_its_own():

@@ -223,7 +223,7 @@ class Oracle:
 
     def forward(self, ids, cache):
         following = ids.roll(-1, dims=1) if self.knows else torch.zeros_like(ids)
-        return SimpleNamespace(logits=100.0 * torch.nn.functional.one_exact(following, self.vocabulary))
+        return SimpleNamespace(logits=100.0 * torch.nn.functional.one_hot(following, self.vocabulary))
 
     __call__ = forward
 

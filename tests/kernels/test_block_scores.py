@@ -23,13 +23,13 @@ def backend_is_there(backend: str) -> None:
         pytest.importorskip("triton")
 
 
-def masses(query: torch.Tensor, rows: Sequence[oracle.Row], block_size: int, **options) -> torch.Tensor:
+def block_scores(query: torch.Tensor, rows: Sequence[oracle.Row], block_size: int, **options) -> torch.Tensor:
     """float64 `[batch, num_kv_heads, blocks]`. A value of 1 for the tokens of a block and of 0 for all others makes
-    attention's output the mass of that block."""
+    attention's output the attention score of that block."""
     width = -(-max(row.length for row in rows) // block_size)
     marked = []
     for row in rows:
-        of_token = torch.nn.functional.one_exact(torch.arange(row.length) // block_size, width)
+        of_token = torch.nn.functional.one_hot(torch.arange(row.length) // block_size, width)
         marked.append(oracle.Row(row.key, of_token.expand(row.key.shape[0], -1, -1)))
     out, _ = oracle.attention(query, marked, **options)
     return out.unflatten(1, (rows[0].key.shape[0], -1)).sum((2, 3))
@@ -55,7 +55,7 @@ def test_mass_is_the_weight_of_a_block_s_tokens(case: Case, backend: str) -> Non
     options = {"scale": 0.5, "window": case.window, "softcap": case.softcap}
     options["key_mask"] = torch.rand(len(rows), max(case.lengths), generator=generator) < 0.6 if case.holes else None
     sinks = torch.randn(case.heads[0], generator=generator) if case.sinks else None
-    expected = masses(query, rows, case.block_size, **options, sinks=sinks)
+    expected = block_scores(query, rows, case.block_size, **options, sinks=sinks)
     for poison in POISONS:
         blocks, step = lay_out(Case(**{**vars(case), "new_from_blocks": True}), rows, poison)
         _, lse = on_device(paged_attention)(

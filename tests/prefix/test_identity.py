@@ -290,7 +290,7 @@ def test_codec_and_block_size_are_part_of_the_identity() -> None:
     identity = identity_of(model, KVQuant("int4", layers={0: "int8"}))
 
     assert identity.differences(identity_of(model, KVQuant("int4", exact_sinks=128, layers={0: "int8"}), 32)) == [
-        "codec.sink: 64 here, 128 in the file",
+        "codec.exact_sinks: 64 here, 128 in the file",
         "block_size: 16 here, 32 in the file",
     ]
 

@@ -45,8 +45,8 @@ class Stored(NamedTuple):
 
     Attributes:
         key, value: the parts.
-        formats: theirs, and the number of KV heads and whether there are exact blocks: what layers that are told the same
-            of a step have in common.
+        formats: theirs, the number of KV heads, and whether there are exact blocks. Layers with the same ones are told
+            the same of a step.
         num_exact_blocks: 0 without exact blocks.
     """
 

@@ -24,7 +24,7 @@ def block_attention_scores(
     """As `hf_paged_kernels.api.block_attention_scores`, whose contract this defines."""
     batch, num_heads, query_length, _ = query.shape
     size, num_kv_heads = step.block_size, blocks.num_kv_heads
-    mass = lse.new_zeros(batch, num_kv_heads, step.block_table.shape[1])
+    block_scores = lse.new_zeros(batch, num_kv_heads, step.block_table.shape[1])
     first, last = visible_range(step, window, past_only=False)
     last_block = -(-last // size)
     blocks_each = max(1, MAX_SCORES // (batch * num_heads * query_length * size))
@@ -40,5 +40,5 @@ def block_attention_scores(
         key = read_block_range(blocks, "key", step, block, end)
         weights = torch.exp(attention_scores(query, key, scale, softcap) - lse[..., None])
         weights = weights.masked_fill(~seen[:, None], 0).view(batch, num_kv_heads, -1, end - block, size)
-        mass[..., block:end] = weights.sum((2, 4))
-    return mass
+        block_scores[..., block:end] = weights.sum((2, 4))
+    return block_scores

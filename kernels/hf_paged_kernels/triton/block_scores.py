@@ -26,7 +26,7 @@ def block_scores_kernel(
     seq_lens_ptr,  # int32 [batch]
     key_mask_ptr,  # uint8 [batch, mask_width]; None
     lse_ptr,  # float32 [batch, num_heads, query_length], natural
-    mass_ptr,  # float32 [batch, num_kv_heads, table_width]
+    scores_ptr,  # float32 [batch, num_kv_heads, table_width]
     scale_log2,
     num_slots,
     table_width,
@@ -54,7 +54,7 @@ def block_scores_kernel(
     if key_mask_ptr is not None:
         mask = key_mask_ptr + wide_batch * mask_width
     keys_ptr = key_ptr + (kv_head.to(tl.int64) * num_slots + block_id * BLOCK_SIZE) * KEY[0]
-    mass = 0.0
+    total = 0.0
     for first_row in range(0, query_length * GROUP, ROWS):
         row = first_row + tl.arange(0, ROWS)
         query, head = row // GROUP, kv_head * GROUP + row % GROUP
@@ -73,8 +73,8 @@ def block_scores_kernel(
                 key = load_states(keys_ptr, offsets, KEY[0], readable, True, True, KEY[1], KEY[2], KEY[0], 1)
                 products = tl.dot(q_rest, key, products, input_precision="ieee")
             weights = tl.exp2(scaled(products, scale_log2, SOFTCAP) - lse[:, None])
-            mass += tl.sum(tl.where(visible, weights, 0.0))
-    tl.store(mass_ptr + (wide_batch * tl.num_programs(1) + kv_head) * table_width + block, mass)
+            total += tl.sum(tl.where(visible, weights, 0.0))
+    tl.store(scores_ptr + (wide_batch * tl.num_programs(1) + kv_head) * table_width + block, total)
 
 
 def block_attention_scores_unsupported_reason(query: torch.Tensor, blocks: Blocks) -> str | None:
@@ -101,7 +101,7 @@ def block_attention_scores(
     group, width = num_heads // blocks.num_kv_heads, step.block_table.shape[1]
     on_device = step.on(query.device)
     mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
-    mass = torch.empty(batch, blocks.num_kv_heads, width, dtype=torch.float32, device=query.device)
+    block_scores = torch.empty(batch, blocks.num_kv_heads, width, dtype=torch.float32, device=query.device)
     # Queries and keys of a tile, up to a power of two.
     max_rows = max(16, min(MAX_ROWS, TILE_BYTES // (triton.next_power_of_2(key_dim) * query.element_size())))
     with device_guard(query.device):
@@ -112,7 +112,7 @@ def block_attention_scores(
             on_device.seq_lens,
             mask,
             lse.contiguous(),
-            mass,
+            block_scores,
             score_factor(scale, softcap),
             blocks.num_blocks * blocks.block_size,
             width,
@@ -129,4 +129,4 @@ def block_attention_scores(
             num_warps=4,
             num_stages=1,
         )
-    return mass
+    return block_scores
