@@ -4,7 +4,7 @@ A block is quantized once, when it is full and the newest tokens have moved on. 
 tokens too, in the model's dtype. The first blocks (attention sinks) always have one.
 
     logical block    0        1      2      3      4      5
-                   | sink |  codes, read by block id | exact window |     block_size 64, sink 64, window 64
+                   | sink |  codes, read by block id | exact window |     block_size 64, sinks 64, recent 64
     tokens         0      64                        256          350
 
 A row's choice follows from its own length alone, so forks that share a block may read it in different ways: what a row
