@@ -162,9 +162,9 @@ def _fastest(times: Times) -> list[float] | None:
 
 def _triton_calls(num_splits: int | None, problem: Problem) -> list[Call]:
     """Calls of the Triton kernels; a number of splits forbids shared reads."""
-    from hf_paged_kernels import triton as triton_kernels
+    from hf_paged_kernels import triton
 
-    attend = partial(triton_kernels.paged_attention, step=problem.step, scale=problem.scale, num_splits=num_splits)
+    attend = partial(triton.paged_attention, step=problem.step, scale=problem.scale, num_splits=num_splits)
     return [partial(attend, problem.query, blocks) for blocks in problem.layers]
 
 

@@ -1,7 +1,7 @@
 """What a codec is: the storage format of a block."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -71,9 +71,10 @@ class Codec(ABC):
     def __init__(self, backend: Backend | None = None) -> None:
         self.backend = backend
 
-    @abstractmethod
     def block_bytes(self, geometry: Geometry, block_size: int) -> int:
         """Bytes of one block of one layer, scales and the like included."""
+        on_no_device = replace(geometry, device=torch.device("meta"))
+        return sum(plane.nbytes for plane in self.allocate(on_no_device, block_size, 1).planes)
 
     @abstractmethod
     def allocate(self, geometry: Geometry, block_size: int, num_blocks: int) -> Blocks:

@@ -24,16 +24,6 @@ class GroupedCodec(Codec):
         self.name, self._quant = quant.base, quant
         self.exact = ExactPolicy(quant.exact_recent, quant.exact_sinks)
 
-    def block_bytes(self, geometry: Geometry, block_size: int) -> int:
-        quant, scale_and_zero = self._quant, 2 * 16
-        key_bits = geometry.key_dim * (
-            block_size * quant.key_bits + scale_and_zero * _num_groups(block_size, quant.key_group)
-        )
-        value_bits = block_size * (
-            geometry.value_dim * quant.value_bits + scale_and_zero * _num_groups(geometry.value_dim, quant.value_group)
-        )
-        return geometry.num_kv_heads * (key_bits + value_bits) // 8
-
     def allocate(self, geometry: Geometry, block_size: int, num_blocks: int) -> GroupedBlocks:
         self._check(geometry)
         quant = self._quant

@@ -11,11 +11,6 @@ class RawCodec(Codec):
     name = "raw"
     is_exact = True
 
-    def block_bytes(self, geometry: Geometry, block_size: int) -> int:
-        key_bytes = geometry.key_dim * geometry.key_dtype.itemsize
-        value_bytes = geometry.value_dim * geometry.value_dtype.itemsize
-        return geometry.num_kv_heads * block_size * (key_bytes + value_bytes)
-
     def allocate(self, geometry: Geometry, block_size: int, num_blocks: int) -> KVBlocks:
         shape = (geometry.num_kv_heads, num_blocks, block_size)
         return KVBlocks(

@@ -32,9 +32,6 @@ class RotatedCodec(Codec):
         self._codec = codec
         self._rotates = {"key": rotates_keys, "value": rotates_values}
 
-    def block_bytes(self, geometry: Geometry, block_size: int) -> int:
-        return self._codec.block_bytes(geometry, block_size)
-
     def allocate(self, geometry: Geometry, block_size: int, num_blocks: int) -> Blocks:
         return self._codec.allocate(geometry, block_size, num_blocks)
 

@@ -23,11 +23,6 @@ class ScaledCodec(Codec):
         super().__init__(backend)
         self._has_key_offset = key_offset
 
-    def block_bytes(self, geometry: Geometry, block_size: int) -> int:
-        scale_bytes = offset_bytes = torch.bfloat16.itemsize
-        tokens = block_size * (geometry.key_dim + geometry.value_dim + 2 * scale_bytes)
-        return geometry.num_kv_heads * (tokens + geometry.key_dim * offset_bytes * self._has_key_offset)
-
     def allocate(self, geometry: Geometry, block_size: int, num_blocks: int) -> ScaledBlocks:
         shape = (geometry.num_kv_heads, num_blocks, block_size)
         return ScaledBlocks(

@@ -37,9 +37,9 @@ def warm_up(*codecs: str) -> Iterator[Warmed]:
     storages = dict.fromkeys(storage for kv in codecs or CODECS for storage in _storages(kv))
     try:
         # Numba is optional.
-        from hf_paged_kernels import numba as cpu_kernels
+        from hf_paged_kernels import numba
 
-        for kernel in cpu_kernels.warm_up(*storages):
+        for kernel in numba.warm_up(*storages):
             yield Warmed(kernel.name, kernel.seconds, kernel.was_compiled, kernel.folder)
     except (ImportError, RuntimeError) as error:
         raise UnsupportedError(

@@ -254,16 +254,16 @@ def _cpu_works() -> bool:
 
 @cache
 def _triton() -> ModuleType:
-    from hf_paged_kernels import triton as triton_kernels
+    from hf_paged_kernels import triton
 
-    return triton_kernels
+    return triton
 
 
 @cache
 def _cpu() -> ModuleType:
-    from hf_paged_kernels import numba as cpu_kernels
+    from hf_paged_kernels import numba
 
-    return cpu_kernels
+    return numba
 
 
 _KERNELS: dict[Backend, Callable[[], ModuleType | None]] = {"triton": _triton, "cpu": _cpu, "reference": lambda: None}

@@ -251,7 +251,7 @@ def test_warmup_without_numba_is_one_line(capsys, monkeypatch):
     import hf_paged_kernels
 
     monkeypatch.setitem(sys.modules, "hf_paged_kernels.numba", None)
-    monkeypatch.delattr(hf_paged_kernels, "cpu_kernels", raising=False)
+    monkeypatch.delattr(hf_paged_kernels, "numba", raising=False)
     assert main(["warmup"]) == 2
     error = capsys.readouterr().err
     assert "there is nothing to warm up" in error

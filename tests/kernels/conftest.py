@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hf_paged_kernels import api as dispatch
+from hf_paged_kernels import api
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -21,7 +21,7 @@ def gpu_rounding() -> None:
 @pytest.fixture
 def in_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Calls that name no backend are done by plain PyTorch."""
-    monkeypatch.setenv(dispatch.ENVIRONMENT, "reference")
-    dispatch._named_by_environment.cache_clear()
+    monkeypatch.setenv(api.ENVIRONMENT, "reference")
+    api._named_by_environment.cache_clear()
     yield
-    dispatch._named_by_environment.cache_clear()
+    api._named_by_environment.cache_clear()

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hf_paged_kernels import KVBlocks, StepMetadata, block_attention_scores, paged_attention
-from hf_paged_kernels import api as dispatch
+from hf_paged_kernels import KVBlocks, StepMetadata, api, block_attention_scores, paged_attention
 from transformers import PreTrainedModel
 
 from hf_paged_cache import InvalidArgumentError, PagedCache
@@ -22,12 +21,12 @@ from tests.support.compat import generate
 def fresh_environment() -> Iterator[None]:
     """The environment is read once a process; here for every question."""
     yield
-    dispatch._named_by_environment.cache_clear()
+    api._named_by_environment.cache_clear()
 
 
-def choose(*arguments: Any) -> dispatch.Backend:
-    dispatch._named_by_environment.cache_clear()
-    return dispatch.choose(*arguments)
+def choose(*arguments: Any) -> api.Backend:
+    api._named_by_environment.cache_clear()
+    return api.choose(*arguments)
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -36,7 +35,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 def test_the_device_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     pytest.importorskip("numba")
-    monkeypatch.delenv(dispatch.ENVIRONMENT, raising=False)
+    monkeypatch.delenv(api.ENVIRONMENT, raising=False)
     assert choose(CPU) == "cpu"
     assert choose(GPU) == "triton"
     assert choose(torch.device("mps")) == "reference"
@@ -46,16 +45,16 @@ def test_the_device_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_environment_decides_over_the_device_and_the_argument_over_both(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setenv(dispatch.ENVIRONMENT, "reference")
+    monkeypatch.setenv(api.ENVIRONMENT, "reference")
     assert choose(GPU) == choose(CPU) == "reference"
     assert choose(GPU, "triton") == "triton"
-    monkeypatch.setenv(dispatch.ENVIRONMENT, "")
+    monkeypatch.setenv(api.ENVIRONMENT, "")
     assert choose(GPU) == "triton"
 
 
 def test_without_triton_and_numba_there_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, device, backend in (("triton", GPU, "triton"), ("numba", CPU, "cpu")):
-        monkeypatch.setattr(dispatch, f"_has_{name}", lambda: False)
+        monkeypatch.setattr(api, f"_has_{name}", lambda: False)
         assert choose(device) == "reference"
         with pytest.raises(ValueError, match=f"pip install {name}"):
             choose(device, backend)
@@ -69,12 +68,12 @@ def test_a_numba_that_does_not_work_is_left_alone_unless_it_is_asked_for(
     def fail() -> None:
         raise ImportError("Numba needs NumPy 1.9 or less")
 
-    monkeypatch.delenv(dispatch.ENVIRONMENT, raising=False)
-    monkeypatch.setattr(dispatch, "_cpu", fail)
-    dispatch._cpu_works.cache_clear()
-    dispatch._warn_once.cache_clear()
+    monkeypatch.delenv(api.ENVIRONMENT, raising=False)
+    monkeypatch.setattr(api, "_cpu", fail)
+    api._cpu_works.cache_clear()
+    api._warn_once.cache_clear()
     try:
-        with caplog.at_level(logging.WARNING, logger=dispatch.__name__):
+        with caplog.at_level(logging.WARNING, logger=api.__name__):
             assert choose(CPU) == choose(CPU) == "reference"
         assert [record.message for record in caplog.records] == [
             "Numba is installed, but does not work (Numba needs NumPy 1.9 or less): plain PyTorch attends instead, "
@@ -83,12 +82,12 @@ def test_a_numba_that_does_not_work_is_left_alone_unless_it_is_asked_for(
         with pytest.raises(ImportError, match=r"NumPy 1\.9"):
             choose(CPU, "cpu")
     finally:
-        dispatch._cpu_works.cache_clear()
+        api._cpu_works.cache_clear()
 
 
 def test_kernels_that_would_leave_threads_idle_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = pytest.importorskip("hf_paged_kernels.numba.threads")
-    monkeypatch.delenv(dispatch.ENVIRONMENT, raising=False)
+    monkeypatch.delenv(api.ENVIRONMENT, raising=False)
     monkeypatch.setattr(threads, "_openmp", lambda: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     assert choose(CPU) == "reference"
@@ -102,8 +101,8 @@ def test_what_does_not_exist_or_run_here_is_refused(monkeypatch: pytest.MonkeyPa
     pytest.importorskip("triton")
     with pytest.raises(ValueError, match=r"backend 'cuda' .*expected one of 'cpu', 'reference', 'triton'"):
         choose(GPU, "cuda")
-    monkeypatch.setenv(dispatch.ENVIRONMENT, "cutlass")
-    with pytest.raises(ValueError, match=f"'cutlass' .*{dispatch.ENVIRONMENT}"):
+    monkeypatch.setenv(api.ENVIRONMENT, "cutlass")
+    with pytest.raises(ValueError, match=f"'cutlass' .*{api.ENVIRONMENT}"):
         choose(CPU)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="tensors on a GPU, not on cpu"):
@@ -140,8 +139,8 @@ def test_what_the_kernels_do_not_take_is_done_by_the_reference_with_one_reason(
     blocks = poisoned_blocks(2, 1, 16, (16, 16), torch.float64, 1.0)
     step = one_row_of_tokens(5)
     query = torch.randn(1, 1, 1, 16, dtype=torch.float64)
-    dispatch._warn_once.cache_clear()
-    with caplog.at_level(logging.WARNING, logger=dispatch.__name__):
+    api._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger=api.__name__):
         for _ in range(2):
             out = paged_attention(query, blocks, step, scale=1.0, backend="triton")
     assert torch.equal(out, torch.ones_like(out))

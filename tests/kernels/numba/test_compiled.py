@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_paged_kernels import api as dispatch
-from hf_paged_kernels import paged_attention, write_kv
+from hf_paged_kernels import api, paged_attention, write_kv
 
 from tests.kernels.cases import Case, lay_out, random_rows
 
@@ -81,7 +80,7 @@ def test_plain_pytorch_does_what_numba_cannot_compile(
         _ = broken.address
     monkeypatch.setattr("hf_paged_kernels.numba.attention.attend_exact", broken)
     monkeypatch.setattr(write, "store_exact", broken)
-    dispatch._warn_once.cache_clear()
+    api._warn_once.cache_clear()
     blocks, step = lay_out(case, rows, 0.0)
     key, value = blocks.key.clone(), blocks.value.clone()
     with caplog.at_level(logging.WARNING):

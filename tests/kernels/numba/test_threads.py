@@ -109,8 +109,8 @@ def test_vectors_of_8_floats(tmp_path: Path) -> None:
 
 CHOOSE = (
     "import torch\n"
-    "from hf_paged_kernels import dispatch\n"
-    "print(dispatch.choose(torch.device('cpu')))\n"
+    "from hf_paged_kernels import api\n"
+    "print(api.choose(torch.device('cpu')))\n"
 )  # fmt: skip
 
 
