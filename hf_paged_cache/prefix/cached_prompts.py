@@ -104,7 +104,7 @@ class CachedPrompts:
             self.names.keep(self._blocks.names_under(self.trees.values()))
         return num_tokens
 
-    def runs(self) -> list[CachedNode]:
+    def nodes(self) -> list[CachedNode]:
         """What is known, block by block: a run of tokens comes after the one that it follows."""
         runs: list[CachedNode] = []
         for namespace, root in self.trees.items():

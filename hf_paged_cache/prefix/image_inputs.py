@@ -55,6 +55,21 @@ def inputs_beside_tokens(inputs: Mapping[str, Any], input_ids: torch.Tensor, pla
     return Beside(sorted(images), sorted(others))
 
 
+def num_images(names: Sequence[str], inputs: Mapping[str, Any]) -> int | None:
+    """How many images the inputs of `generate` hold; `None` if their shapes do not tell.
+
+    Args:
+        names: the inputs that belong to images.
+        inputs: all inputs.
+    """
+    tensors = {name: inputs[name] for name in names if isinstance(inputs[name], torch.Tensor)}
+    grids = [value for name, value in tensors.items() if name.endswith("grid_thw")]
+    if grids:
+        return sum(map(len, grids))
+    pixels = tensors.get("pixel_values")
+    return len(pixels) if len(names) == 1 and pixels is not None and pixels.ndim == 4 else None
+
+
 def _marks_placeholders(types: Any, input_ids: torch.Tensor, placeholders: Sequence[int]) -> bool:
     """Whether token types are zero but for placeholders, which stand for something of their own anyway."""
     types = torch.as_tensor(types, device="cpu")

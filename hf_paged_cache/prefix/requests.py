@@ -9,7 +9,7 @@ import torch
 from hf_paged_cache.errors import InvalidArgumentError
 from hf_paged_cache.options import generate_options, refuse_unknown
 from hf_paged_cache.prefix.extra_keys import keys_of_rows, spans_of
-from hf_paged_cache.prefix.image_inputs import Beside, inputs_after, inputs_beside_tokens
+from hf_paged_cache.prefix.image_inputs import Beside, inputs_after, inputs_beside_tokens, num_images
 from hf_paged_cache.prefix.prompts import Prompts, inferred_mask, read_prompts
 from hf_paged_cache.prefix.resumable import counts_columns, placeholders
 
@@ -109,6 +109,8 @@ def read_request(
         for row, key in zip(prompts.rows, keys, strict=True)
     ]
     prompts = prompts._replace(spans=spans)
+    if beside.images and all(isinstance(key, list | tuple) for key in keys):
+        _check_images(sum(map(len, keys)), num_images(beside.images, inputs))
     why = prompts.why_unknown
     if beside.others and not all(isinstance(key, str) for key in keys):
         why = why or (
@@ -120,3 +122,11 @@ def read_request(
     if prompts.padding.any() and counts_columns(model):
         why = why or "the model takes no positions, so those of padded rows may be others"
     return Request(input_ids, attention_mask, inputs, beside, prompts, why, divides)
+
+
+def _check_images(num_named: int, num_given: int | None) -> None:
+    if num_given is not None and num_given < num_named:
+        raise InvalidArgumentError(
+            f"extra_key names {num_named} images of the prompt, but the inputs hold {num_given}: pass those of all "
+            "images, of which `cache_and_inputs` and sessions leave out what is cached, or of none if all are cached"
+        )

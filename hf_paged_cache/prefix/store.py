@@ -354,10 +354,10 @@ class BlockStore(InProcess):
                 why=self._never,
             )
 
-    def runs(self) -> list[CachedNode]:
+    def nodes(self) -> list[CachedNode]:
         """What is known, block by block: a run of tokens comes after the one that it follows."""
         with self._lock:
-            return self._prompts.runs()
+            return self._prompts.nodes()
 
     def _current_identity(self) -> Identity:
         """What the model is now. Blocks are made for one dtype, so with another all are given up."""

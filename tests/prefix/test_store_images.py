@@ -271,6 +271,15 @@ class TestKeys:
         with pytest.raises(InvalidArgumentError, match=f"{chat.tokens_an_image} tokens of the prompt stand for images"):
             store.cache_for(**chat.words, extra_key=chat.keys)
 
+    def test_some_of_the_images_are_not_enough(self, model, family):
+        store, chat = make_store(model), Chat(family).say(20, 0).show(1)
+        warm(store, chat.inputs, chat.keys)
+        chat.say(4, 1).show(2)
+        only_new = Chat(family).show(2).inputs
+        pixels = {name: value for name, value in only_new.items() if name.startswith(("pixel", "image_grid"))}
+        with pytest.raises(InvalidArgumentError, match="names 2 images of the prompt, but the inputs hold 1"):
+            store.cache_for(**chat.words, **pixels, extra_key=chat.keys)
+
     @pytest.mark.parametrize("keys", [[], ["a", "b"]])
     def test_there_is_a_key_for_each_run_of_placeholders(self, model, family, keys):
         chat = Chat(family).say(20, 0).show(1).say(9, 1)
