@@ -89,7 +89,7 @@ class GenerateOptions(NamedTuple):
                 )
             options["use_cache"] = True
         if self.config.cache_implementation is not None:
-            if self._asked("cache_implementation") is not None:
+            if self._asked("cache_implementation") not in (None, "dynamic"):  # a cache that grows, as this one
                 raise InvalidArgumentError(
                     f"cache_implementation={self.config.cache_implementation!r} is asked for, but this generates with "
                     "a cache of its own; leave it out, or call model.generate instead"

@@ -143,6 +143,14 @@ class TestCachesOfTheirOwn:
         cache = prefill(model, PagedCache(model.config), input_ids=ids, **call)
         assert cache.get_seq_length() == 19
 
+    @pytest.mark.parametrize("place", ["call", "config"])
+    def test_a_cache_that_grows_is_what_it_gets(self, llama, tokens, place):
+        model, call = placed(llama(), place, cache_implementation="dynamic")
+        ids = tokens(20)
+        call |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+        expected = llama().generate(ids, **{"attention_mask": call["attention_mask"], "max_new_tokens": 6})
+        assert make_store(model).session().generate(ids, **call).equal(expected)
+
     @pytest.mark.parametrize("name", ["cache", "past_key_values"])
     def test_another_cache_is_refused(self, llama, tokens, name):
         with pytest.raises(InvalidArgumentError, match=f"{name}=: the cache is made here"):
