@@ -352,7 +352,7 @@ class PagedCache(FormerNames, ReachedStates):
     def is_linear(self) -> list[bool]:
         """For each layer, whether it holds recurrent states and no keys."""
         return [
-            isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, PagedLayer)
+            not isinstance(layer, PagedLayer) and isinstance(layer, LinearAttentionCacheLayerMixin)
             for layer in self.layers
         ]
 
@@ -421,14 +421,14 @@ class PagedCache(FormerNames, ReachedStates):
         self.check_finished()
         num_columns = self._num_config_columns()
         check_request(request, [group.table for group in self.groups], num_columns, self)
-        if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers):
+        limited = [group for group in self.groups if group.table.num_columns and group.pool.is_limited]
+        if not limited or not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers):
             return
         # Recurrent states cannot be taken back, so a lack of blocks has to show before the first layer runs.
-        announced = PendingMask(num_columns, request.num_new, request.attention_mask)
-        for group in self.groups:
-            if group.table.num_columns and group.pool.is_limited:
-                attended = announced.new_columns(group.table, request.num_new)
-                group.check_room(request.num_new, attended, record_past=self._records_past(group))
+        pending = PendingMask(num_columns, request.num_new, request.attention_mask)
+        for group in limited:
+            attended = pending.new_columns(group.table, request.num_new)
+            group.check_room(request.num_new, attended, record_past=self._records_past(group))
 
     def _take_pending_mask(self) -> PendingMask | None:
         """What is known of the mask of the forward pass that begins; `None` if the pass has built none from 2-D."""

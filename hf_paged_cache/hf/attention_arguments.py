@@ -52,7 +52,7 @@ def refuse_unknown(module: torch.nn.Module, arguments: dict[str, object]) -> Non
     Raises:
         UnsupportedError: one is neither `None` nor known to change nothing.
     """
-    if arguments.keys() <= _KNOWN:
+    if _KNOWN.issuperset(arguments):
         return
     for name in arguments.keys() - _KNOWN:
         if arguments[name] is not None:
