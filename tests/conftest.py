@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
@@ -44,14 +46,48 @@ SIZES = {
 }
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests marked `evidence` are slow too, so that `-m "not slow"` leaves them out."""
+    if item.get_closest_marker("evidence"):
+        item.add_marker("slow")
+
+
 def pytest_collection_finish() -> None:
     """Leaves what has been imported out of later collections of garbage, which take a quarter of a second with it."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()  # see tests/__init__.py
+
+
+@pytest.fixture(autouse=True)
+def small_heap() -> Iterator[None]:
+    """Leaves what a test left out of later collections too: many tests collect, and a session has many models."""
+    yield
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def kernels_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Of several test processes one compiles a kernel for CPUs, and the others wait to load it from disk."""
+    if "PYTEST_XDIST_WORKER" not in os.environ or find_spec("numba") is None:
+        yield
+        return
+    from hf_paged_kernels.numba import compiled
+
+    lock, c_function = FileLock(tmp_path_factory.getbasetemp().parent / "numba.lock"), compiled.c_function
+
+    def locked(function: Callable[[int], None]) -> Any:
+        with lock:
+            return c_function(function)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "c_function", locked)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,8 @@ SHOWN = {
 }
 # The words of the tiny model's tokenizer: those of the script are in the notebooks that import it.
 SCRIPT = FOLDER / "chat_with_memory.py"
+# With which a model keeps as many bytes a token as SmolLM2, so that memory limits mean the same.
+AS_MANY_BYTES = {"hidden_size": 45, "num_attention_heads": 45, "num_key_value_heads": 45, "head_dim": 64}
 
 each_notebook = pytest.mark.parametrize("notebook", [pytest.param(path, id=path.name) for path in EXAMPLES])
 
@@ -48,11 +50,10 @@ def cached_tokens(printed: str) -> list[int]:
     return [int(number) for number in re.findall(r"(\d+) of them known", printed)]
 
 
-def use_tiny_model(monkeypatch: pytest.MonkeyPatch, texts: list[str]) -> None:
+def use_tiny_model(monkeypatch: pytest.MonkeyPatch, texts: list[str], **sizes: int) -> None:
     """Lets `small_models.load` give a tiny model with a tokenizer of the words of these texts."""
     tokenizer = word_tokenizer(texts)
-    # As many bytes a token as SmolLM2 keeps, so that memory limits mean the same.
-    model = word_llama(tokenizer, hidden_size=45, num_attention_heads=45, num_key_value_heads=45, head_dim=64)
+    model = word_llama(tokenizer, **sizes)
     # Every answer is as long as asked for, and the next turn of a chat holds its words again.
     model.generation_config.suppress_tokens = [tokenizer.unk_token_id, tokenizer.eos_token_id]
 
@@ -79,13 +80,17 @@ def test_there_are_notebooks() -> None:
     assert set(SHOWN) == {path.name for path in EXAMPLES}
 
 
-@each_notebook
+# Of the chat, the quick run has the script that the notebook imports.
+@pytest.mark.parametrize(
+    "notebook",
+    [pytest.param(path, id=path.name, marks=pytest.mark.slow if path.stem == SCRIPT.stem else ()) for path in EXAMPLES],
+)
 def test_runs_on_a_tiny_model(
     notebook: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if notebook.stem == SCRIPT.stem:
         pytest.importorskip("matplotlib")
-    use_tiny_model(monkeypatch, [*code_cells(notebook), SCRIPT.read_text(encoding="utf-8")])
+    use_tiny_model(monkeypatch, [*code_cells(notebook), SCRIPT.read_text(encoding="utf-8")], **AS_MANY_BYTES)
     run(notebook)
     assert_shown(notebook, capsys.readouterr().out)
 

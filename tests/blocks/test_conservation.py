@@ -409,7 +409,7 @@ PROFILE = settings(
 
 
 class TestConservation(Conservation.TestCase):
-    settings = settings(PROFILE, max_examples=100, stateful_step_count=60)
+    settings = settings(PROFILE, max_examples=40, stateful_step_count=60)
 
 
 @pytest.mark.slow

@@ -195,11 +195,11 @@ def block_of(pool: np.ndarray, block: int) -> np.ndarray:
 
 
 class TestExactConservation(ExactConservation.TestCase):
-    settings = settings(PROFILE, max_examples=60, stateful_step_count=50)
+    settings = settings(PROFILE, max_examples=20, stateful_step_count=50)
 
 
 class TestExactConservationWithoutExactTokens(ExactConservationWithoutExactTokens.TestCase):
-    settings = settings(PROFILE, max_examples=60, stateful_step_count=50)
+    settings = settings(PROFILE, max_examples=20, stateful_step_count=50)
 
 
 @pytest.mark.slow

@@ -14,15 +14,15 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from hf_paged_cache import InvalidArgumentError, PagedCache, prefill
+from tests.support.combinations import combined
 from tests.support.compat import CACHE_ARGUMENT, generate
 
 Models = Callable[..., PreTrainedModel]
 Prompts = Callable[..., dict[str, Tensor]]
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-LAYERS = pytest.mark.parametrize(
-    "layer_types", [[FULL, FULL], [SLIDING, FULL], [FULL, SLIDING], [SLIDING, SLIDING]], ids="-".join
-)
+STACKS = {"-".join(types): types for types in ([FULL, FULL], [SLIDING, FULL], [FULL, SLIDING], [SLIDING, SLIDING])}
+LAYERS = combined(layer_types=STACKS)
 SEEDS = pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 MAX_ROWS = 8
 
@@ -113,8 +113,7 @@ def test_a_family_of_forks_stays_apart(windowed: Models, layer_types: list[str],
     assert stats.blocks_used + stats.blocks_free == stats.blocks_total
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "hf_paged"])
-@LAYERS
+@combined(quick=1, attention=["eager", "sdpa", "hf_paged"], layer_types=STACKS)
 def test_rows_of_a_padded_batch_take_their_padding_with_them(
     windowed: Models, prompts: Prompts, layer_types: list[str], attention: str
 ) -> None:
@@ -316,10 +315,7 @@ def test_forks_may_be_used_in_threads(llama: Models, prompts: Prompts) -> None:
 # Beams
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "hf_paged"])
-@pytest.mark.parametrize(
-    "layer_types", [[FULL, FULL], [SLIDING, FULL], [FULL, SLIDING], [SLIDING, SLIDING]], ids="-".join
-)
+@combined(quick=1, attention=["eager", "sdpa", "hf_paged"], layer_types=STACKS)
 def test_beams_are_those_of_a_search_without_a_cache(
     windowed: Models, prompts: Prompts, layer_types: list[str], attention: str
 ) -> None:

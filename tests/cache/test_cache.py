@@ -13,17 +13,15 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import PagedCache
+from tests.support.combinations import combined
 from tests.support.compat import CACHE_ARGUMENT, generate
 
 Models = Callable[..., PreTrainedModel]
 Prompts = Callable[..., dict[str, Tensor]]
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-LAYERS = pytest.mark.parametrize(
-    "layer_types",
-    [[FULL, FULL], [SLIDING, FULL], [FULL, SLIDING], [SLIDING, SLIDING]],
-    ids=lambda types: "-".join(types),
-)
+STACKS = {"-".join(types): types for types in ([FULL, FULL], [SLIDING, FULL], [FULL, SLIDING], [SLIDING, SLIDING])}
+LAYERS = combined(layer_types=STACKS)
 KV_HEADS, HEAD_DIM = 2, 8
 
 
@@ -157,12 +155,11 @@ def test_update_returns_the_columns_that_were_announced(
         start = end
 
 
-@LAYERS
-@pytest.mark.parametrize("before", [3, 14, 15, 16, 30])
-@pytest.mark.parametrize(("drafted", "rejected"), [(1, 1), (5, 0), (5, 3), (5, 5)])
+@combined(layer_types=STACKS, before=[3, 14, 15, 16, 30], draft=[(1, 1), (5, 0), (5, 3), (5, 5)])
 def test_drafts_without_a_crop_in_between_keep_the_announced_columns(
-    windowed: Models, layer_types: list[str], before: int, drafted: int, rejected: int
+    windowed: Models, layer_types: list[str], before: int, draft: tuple[int, int]
 ) -> None:
+    drafted, rejected = draft
     cache = PagedCache(windowed(layer_types).config, block_size=16)
     cache.activate_past_recording()
     key, value = states(40), states(40, seed=1)

@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from hf_paged_cache import CacheStateError, CropError, PagedCache
 from hf_paged_cache.codecs import RawCodec
+from tests.support.combinations import combined, later
 from tests.support.compat import generate
 
 Models = Callable[..., PreTrainedModel]
@@ -20,9 +21,8 @@ Prompts = Callable[..., dict[str, Tensor]]
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 WINDOW = 16
-LAYERS = pytest.mark.parametrize(
-    "layer_types", [[FULL, FULL], [SLIDING, FULL], [FULL, SLIDING], [SLIDING, SLIDING]], ids="-".join
-)
+TWO_LAYERS = {"-".join(types): types for types in ([FULL, FULL], [SLIDING, FULL], [FULL, SLIDING], [SLIDING, SLIDING])}
+LAYERS = combined(layer_types=TWO_LAYERS)
 TOKENS = torch.randn(2, 2, 64, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -54,13 +54,12 @@ def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
 # Crop
 
 
-@LAYERS
-@pytest.mark.parametrize(
-    "before", [3, 15, 16, 31, *(pytest.param(length, marks=pytest.mark.slow) for length in (13, 17, 40))]
-)
-def test_what_was_cropped_was_never_there(windowed: Models, layer_types: list[str], before: int) -> None:
+@combined(layer_types=TWO_LAYERS, before=[3, 15, 16, 31, *later(13, 17, 40)], drafts=[(1, 2, 6), *later((3, 4, 5))])
+def test_what_was_cropped_was_never_there(
+    windowed: Models, layer_types: list[str], before: int, drafts: tuple[int, ...]
+) -> None:
     config = windowed(layer_types).config
-    for drafted in range(1, 7):
+    for drafted in drafts:
         for rejected in range(drafted + 1):
             cache = new_cache(config)
             cache.activate_past_recording()
@@ -209,19 +208,19 @@ def interrupted_at(model: PreTrainedModel, layer: int, forward_pass: int) -> Ite
         handle.remove()
 
 
-INTERRUPTIONS = pytest.mark.parametrize("forward_pass", [0, 1, 5], ids=["prefill", "first step", "later step"])
-STACKS = pytest.mark.parametrize(
-    "layer_types", [[FULL] * 3, [SLIDING, FULL, SLIDING], [FULL, SLIDING, FULL], [SLIDING] * 3], ids="-".join
-)
+PASSES = {"prefill": 0, "first step": 1, "later step": 5}
+INTERRUPTIONS = combined(forward_pass=PASSES)
+THREE_LAYERS = {
+    "-".join(types): types for types in ([FULL] * 3, [SLIDING, FULL, SLIDING], [FULL, SLIDING, FULL], [SLIDING] * 3)
+}
+STACKS = combined(layer_types=THREE_LAYERS)
 
 
 def answer(model: PreTrainedModel, ids: Tensor, cache: PagedCache | None, length: int) -> Tensor:
     return generate(model, {"input_ids": ids}, cache, max_new_tokens=length, do_sample=False)
 
 
-@STACKS
-@INTERRUPTIONS
-@pytest.mark.parametrize("layer", [1, 2])
+@combined(layer_types=THREE_LAYERS, forward_pass=PASSES, layer=[1, 2])
 def test_an_interrupted_pass_is_noticed_and_taken_back(
     windowed: Models, prompts: Prompts, layer_types: list[str], forward_pass: int, layer: int
 ) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 
 from hf_paged_cache import OutOfBlocksError, PagedCache, prefill
+from tests.support.combinations import combined
 from tests.support.compat import CACHE_ARGUMENT, generate
 from tests.support.families import FAMILIES, inputs
 from tests.support.memory import Memory
@@ -23,6 +24,7 @@ Prompts = Callable[..., dict[str, Tensor]]
 SLIDING, FULL = "sliding_attention", "full_attention"
 BLOCK = 16
 BLOCK_BYTES = 3 * 2 * 2 * BLOCK * 8 * 4  # of the Llama: layers, keys and values, KV heads, tokens, head_dim, fp32
+BITS = {"int8": 8.375, "int4": 4.5, "k4v2": 3.75, "kivi2": 3.0}
 STACKS = pytest.mark.parametrize(
     "layer_types", [[FULL, FULL], [SLIDING, FULL], [FULL, SLIDING], [SLIDING, SLIDING]], ids="-".join
 )
@@ -287,15 +289,10 @@ def test_a_pool_grows_geometrically(llama: Models, memory: Memory) -> None:
     assert memory.allocations <= 6 * 200  # by a small part each time, and by single blocks while there are few
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("kv", "bits"), [("raw", None), ("int8", 8.375), ("int4", 4.5), ("k4v2", 3.75), ("kivi2", 3.0)]
-)
-def test_a_long_context_takes_little_more_than_its_bits(
-    memory: Memory, kv: str, bits: float | None, dtype: torch.dtype
-) -> None:
-    """At most 5 %, at peak too, of a prompt of 8k tokens and 192 more, in a stack of 30 layers."""
-    layers, heads, dim, prompt, more = 30, 1, 64, 8192 - 128, 192
+@combined(quick=1, kv=["raw", *BITS], dtype=[torch.float32, torch.bfloat16])
+def test_a_long_context_takes_little_more_than_its_bits(memory: Memory, kv: str, dtype: torch.dtype) -> None:
+    """At most 5 %, at peak too, of a prompt of 8k tokens and 96 more, in a stack of 30 layers."""
+    layers, heads, dim, prompt, more = 30, 1, 64, 8192 - 32, 96
     config = LlamaConfig(hidden_size=dim, num_hidden_layers=layers, num_attention_heads=1, head_dim=dim)
     cache = PagedCache(config, kv=kv)
     for length in (prompt, *[1] * more):
@@ -305,7 +302,7 @@ def test_a_long_context_takes_little_more_than_its_bits(
     num_codes = cache.stats().tokens_quantized
     exact = prompt + more - num_codes
     assert exact == {"raw": prompt + more, "int8": 0}.get(kv, 3 * 64)
-    token_bits = num_codes * (bits or 0) + exact * dtype.itemsize * 8
+    token_bits = num_codes * BITS.get(kv, 0) + exact * dtype.itemsize * 8
     assert cache.stats().bytes_peak == memory.peak <= 1.05 * layers * heads * 2 * dim * token_bits / 8
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_paged_cache import KVQuant, OutOfBlocksError, PagedCache, prefill
+from tests.support.combinations import combined
 from tests.support.compat import CACHE_ARGUMENT, generate
 
 Models = Callable[..., PreTrainedModel]
@@ -234,11 +235,14 @@ def new_cache_bytes(model: PreTrainedModel, kv: str) -> int:
 # Copies
 
 
-@kinds
-@pytest.mark.parametrize(
-    "duplicate",
-    [copy.deepcopy, PagedCache.fork, lambda cache: pickle.loads(pickle.dumps(cache))],
-    ids=["deepcopy", "fork", "pickle"],
+@combined(
+    quick=1,
+    kv=KINDS,
+    duplicate={
+        "deepcopy": copy.deepcopy,
+        "fork": PagedCache.fork,
+        "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
+    },
 )
 def test_a_copy_goes_on_as_the_original_does(
     llama: Models, prompts: Prompts, kv: Any, duplicate: Callable[[PagedCache], PagedCache]

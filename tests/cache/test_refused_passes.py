@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_paged_cache import CacheStateError, InvalidArgumentError, OutOfBlocksError, PagedCache, prefill
 from hf_paged_cache.groups import LayerGroup
+from tests.support.combinations import combined, later
 from tests.support.compat import CACHE_ARGUMENT, generate
 from tests.support.families import family_called, inputs
 
@@ -73,12 +74,14 @@ def test_no_room_under_a_mask_of_four_dimensions(llama: Models, prompts: Prompts
         assert columns(cache) == [10]
 
 
-@pytest.mark.parametrize("is_reordered", [False, True])
-def test_no_room_for_the_second_of_two_groups(windowed: Models, prompts: Prompts, is_reordered: bool) -> None:
+@combined(is_reordered=[False, True], step=[9_000, *later(4_000)])
+def test_no_room_for_the_second_of_two_groups(
+    windowed: Models, prompts: Prompts, is_reordered: bool, step: int
+) -> None:
     """Each group has room alone, and both together have not: what the first one has begun is taken back."""
     model, ids = windowed([FULL, SLIDING, FULL, SLIDING], window=64), prompts(56, 56)["input_ids"]
     refused = 0
-    for memory in range(20_000, 120_000, 4_000):
+    for memory in range(20_000, 120_000, step):
         try:
             cache = PagedCache(model.config, block_size=16, memory=memory)
             logits(model, ids[:, :16], cache)

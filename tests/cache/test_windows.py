@@ -13,25 +13,20 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import PagedCache
+from tests.support.combinations import Later, combined, later
 from tests.support.compat import CACHE_ARGUMENT, generate
 
 Models = Callable[..., PreTrainedModel]
 Prompts = Callable[..., dict[str, Tensor]]
 
 
-def slow(value: object) -> object:
-    """A parameter that is left out of the quick tests."""
-    return pytest.param(value, marks=pytest.mark.slow)
-
-
 SLIDING, FULL = "sliding_attention", "full_attention"
 WINDOW = 16
-ORDERS = pytest.mark.parametrize(
-    "layer_types", [[SLIDING, FULL], [FULL, SLIDING], [SLIDING, SLIDING, FULL], [SLIDING, SLIDING]], ids="-".join
-)
-LENGTHS = pytest.mark.parametrize(
-    "length", [slow(WINDOW - 2), WINDOW - 1, WINDOW, WINDOW + 1, slow(WINDOW + 2), 3 * WINDOW]
-)
+ORDERS = {
+    "-".join(order): order for order in ([SLIDING, FULL], [FULL, SLIDING], [SLIDING, SLIDING, FULL], [SLIDING, SLIDING])
+}
+LENGTHS = [WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW, *later(WINDOW - 2, WINDOW + 2)]
+CHUNKS = {"one shot": None, "chunks of 7": 7, "one by one": 1, "chunks of W": Later(WINDOW)}
 STEPS = WINDOW + 4
 
 
@@ -55,12 +50,7 @@ def logits_at_once(model: PreTrainedModel, ids: Tensor) -> Tensor:
 # What is seen
 
 
-@ORDERS
-@LENGTHS
-@pytest.mark.parametrize(
-    "chunk", [None, 7, slow(WINDOW), 1], ids=["one shot", "chunks of 7", "chunks of W", "one by one"]
-)
-@pytest.mark.parametrize("attention", [slow("eager"), slow("sdpa"), "hf_paged"])
+@combined(layer_types=ORDERS, length=LENGTHS, chunk=CHUNKS, attention=["hf_paged", *later("eager", "sdpa")])
 def test_a_prompt_and_its_answer_see_the_window(
     windowed: Models, prompts: Prompts, layer_types: list[str], length: int, chunk: int | None, attention: str
 ) -> None:
@@ -71,9 +61,9 @@ def test_a_prompt_and_its_answer_see_the_window(
     torch.testing.assert_close(actual, logits_at_once(windowed(layer_types, "eager"), ids), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 17, 20, 33])
-@pytest.mark.parametrize("block_size", [16, slow(64)])
-@pytest.mark.parametrize("attention", ["eager", slow("sdpa"), "hf_paged"])
+@combined(
+    quick=1, window=[1, 2, 5, 17, 20, 33], block_size=[16, *later(64)], attention=["hf_paged", "eager", Later("sdpa")]
+)
 def test_windows_of_any_size(windowed: Models, prompts: Prompts, window: int, block_size: int, attention: str) -> None:
     model = windowed([SLIDING, FULL, SLIDING], attention, window=window)
     ids = prompts(90)["input_ids"]
@@ -90,7 +80,7 @@ def test_the_window_of_these_models_changes_what_they_say(windowed: Models, prom
     assert (narrow[:, WINDOW:].argmax(-1) != wide[:, WINDOW:].argmax(-1)).any()
 
 
-@ORDERS
+@combined(layer_types=ORDERS)
 def test_an_answer_far_past_the_window(windowed: Models, prompts: Prompts, layer_types: list[str]) -> None:
     model = windowed(layer_types)
     inputs = prompts(3)

@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import InvalidArgumentError, PagedCache
 from hf_paged_cache.codecs import RawCodec
+from tests.support.combinations import combined, later
 from tests.support.compat import CACHE_ARGUMENT, generate
 
 Models = Callable[..., PreTrainedModel]
@@ -26,13 +27,9 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 BLOCK = 16
 
 
-def slow(value: object) -> object:
-    """A parameter that is left out of the quick tests."""
-    return pytest.param(value, marks=pytest.mark.slow)
-
-
-ATTENTIONS = pytest.mark.parametrize("attention", ["eager", slow("sdpa"), "hf_paged"])
-STACKS = pytest.mark.parametrize("layer_types", [[FULL, FULL], [SLIDING, FULL]], ids="-".join)
+ATTENTION_NAMES = ["eager", "hf_paged", *later("sdpa")]
+ATTENTIONS = combined(attention=ATTENTION_NAMES)
+STACKS = {"-".join(types): types for types in ([FULL, FULL], [SLIDING, FULL])}
 
 
 def new_cache(model: PreTrainedModel) -> PagedCache:
@@ -64,9 +61,7 @@ def logits(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cache: Dyna
 # Left padding
 
 
-@STACKS
-@ATTENTIONS
-@pytest.mark.parametrize("chunk", [None, BLOCK + 1, slow(BLOCK - 1), slow(1)])
+@combined(layer_types=STACKS, attention=ATTENTION_NAMES, chunk=[None, BLOCK + 1, *later(BLOCK - 1, 1)])
 def test_a_row_answers_as_it_does_alone(
     windowed: Models, prompts: Prompts, layer_types: list[str], attention: str, chunk: int | None
 ) -> None:
@@ -78,9 +73,7 @@ def test_a_row_answers_as_it_does_alone(
     )
 
 
-@STACKS
-@pytest.mark.parametrize("lengths", [(1, 15, 16, 49), slow((40, 40)), slow((3, 100))], ids=str)
-@pytest.mark.parametrize("chunk", [None, 7])
+@combined(quick=1, layer_types=STACKS, lengths=[(1, 15, 16, 49), *later((40, 40), (3, 100))], chunk=[None, 7])
 def test_a_padded_batch_takes_the_blocks_of_its_rows(
     windowed: Models, prompts: Prompts, layer_types: list[str], lengths: tuple[int, ...], chunk: int | None
 ) -> None:
@@ -96,8 +89,7 @@ def test_a_padded_batch_takes_the_blocks_of_its_rows(
     assert cache.stats().blocks_used == alone
 
 
-@STACKS
-@ATTENTIONS
+@combined(layer_types=STACKS, attention=ATTENTION_NAMES)
 def test_a_chunk_may_be_all_padding_for_a_row(
     windowed: Models, prompts: Prompts, layer_types: list[str], attention: str
 ) -> None:
@@ -143,8 +135,7 @@ def test_companions_have_no_influence(llama: Models, prompts: Prompts, attention
         assert answer(model, inputs, new_cache(model))[:1].equal(answer(model, {"input_ids": prompt[None]}, None))
 
 
-@STACKS
-@ATTENTIONS
+@combined(layer_types=STACKS, attention=ATTENTION_NAMES)
 def test_positions_that_ignore_the_padding_give_what_the_library_gives(
     windowed: Models, prompts: Prompts, layer_types: list[str], attention: str
 ) -> None:
@@ -182,13 +173,10 @@ def scattered(prompts: Prompts) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-MASKS = pytest.mark.parametrize("make", [right_padded, with_holes, scattered])
+MASKS = {make.__name__: make for make in (right_padded, with_holes, scattered)}
 
 
-@STACKS
-@ATTENTIONS
-@MASKS
-@pytest.mark.parametrize("chunk", [100, 9], ids=["one shot", "chunks of 9"])
+@combined(layer_types=STACKS, attention=ATTENTION_NAMES, make=MASKS, chunk={"one shot": 100, "chunks of 9": 9})
 def test_any_mask_gives_what_the_library_gives(
     windowed: Models,
     prompts: Prompts,
@@ -315,9 +303,7 @@ def test_generate_passes_the_refusal_on_and_goes_on_with_the_right_mask(llama: M
 # Whatever else is in the pool
 
 
-@pytest.mark.parametrize("poison", [math.nan, 1e30, slow(1e4)])
-@STACKS
-@ATTENTIONS
+@combined(poison=[math.nan, 1e30, *later(1e4)], layer_types=STACKS, attention=ATTENTION_NAMES)
 def test_memory_that_was_not_written_does_not_change_a_bit(
     windowed: Models,
     prompts: Prompts,
@@ -353,8 +339,7 @@ def test_memory_that_was_not_written_does_not_change_a_bit(
     assert run(poison).equal(run(0.0))
 
 
-@STACKS
-@pytest.mark.parametrize("block_size", [16, slow(32), 64, slow(128), 256])
+@combined(quick=1, layer_types=STACKS, block_size=[16, 64, 256, *later(32, 128)])
 def test_the_block_size_has_no_influence(
     windowed: Models, prompts: Prompts, layer_types: list[str], block_size: int
 ) -> None:
@@ -363,8 +348,7 @@ def test_the_block_size_has_no_influence(
     assert answer(model, inputs, PagedCache(model.config, block_size=block_size)).equal(answers_alone(model, inputs))
 
 
-@STACKS
-@ATTENTIONS
+@combined(quick=1, layer_types=STACKS, attention=ATTENTION_NAMES)
 def test_the_order_of_blocks_has_no_influence(
     windowed: Models, prompts: Prompts, layer_types: list[str], attention: str
 ) -> None:

@@ -174,8 +174,8 @@ def test_generate_on_interpreted_kernels(windowed, prompts, num_beams: int) -> N
     """The whole path: writing, copy-on-write, decoding, windows and padding."""
     pytest.importorskip("triton")
     model: PreTrainedModel = windowed(["sliding_attention", "full_attention"])
-    options = {"max_new_tokens": 4, "do_sample": False, "num_beams": num_beams}
-    expected = generate(model, prompts(19, 9), None, **options)
+    options = {"max_new_tokens": 3, "do_sample": False, "num_beams": num_beams}
+    expected = generate(model, prompts(17, 9), None, **options)
     cache = PagedCache(model.config, block_size=16, backend="triton")
-    assert generate(model, prompts(19, 9), cache, **options).equal(expected)
+    assert generate(model, prompts(17, 9), cache, **options).equal(expected)
     assert (cache.stats().copies > 0) == (num_beams > 1)

@@ -11,14 +11,15 @@ from hf_paged_kernels import ScaledBlocks, write_kv
 from tests.kernels.definition import hard_inputs
 from tests.kernels.device import on_device
 from tests.kernels.torch.test_write import step_with
+from tests.support.combinations import combined
 
 BACKENDS = {"triton": "triton", "cpu": "numba"}
+CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:divide by zero:RuntimeWarning")
-@pytest.mark.parametrize("code_dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dim", [16, 80])
+@combined(quick=1, code_dtype=CODES, dtype=DTYPES, dim=[16, 80])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_written_codes_are_the_same_bit_for_bit(
     backend: str, code_dtype: torch.dtype, dtype: torch.dtype, dim: int
@@ -47,9 +48,7 @@ def test_written_codes_are_the_same_bit_for_bit(
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:divide by zero:RuntimeWarning")
-@pytest.mark.parametrize("code_dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dim", [4, 16, 80])
+@combined(quick=1, code_dtype=CODES, dtype=DTYPES, dim=[4, 16, 80])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_offsets_are_the_same_bit_for_bit(backend: str, code_dtype: torch.dtype, dtype: torch.dtype, dim: int) -> None:
     """Rows that begin with padding, at the begin of a block and in the middle of one, in two passes: blocks whose first
@@ -89,7 +88,7 @@ def test_offsets_are_the_same_bit_for_bit(backend: str, code_dtype: torch.dtype,
         torch.testing.assert_close(plane, expected, atol=0, rtol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("code_dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize("code_dtype", CODES.values(), ids=CODES)
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 def test_a_first_key_that_alone_stands_out_costs_the_others_of_its_block_nothing(
     backend: str, code_dtype: torch.dtype

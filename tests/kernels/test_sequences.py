@@ -11,6 +11,7 @@ from hf_paged_cache.blocks.allocator import BlockAllocator
 from hf_paged_cache.blocks.tables import BlockTable
 from tests.kernels import oracle
 from tests.kernels.hostile import POISONS, poisoned_blocks
+from tests.support.combinations import combined
 from tests.support.small_tables import extend
 
 
@@ -84,9 +85,7 @@ class Batch:
                 torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("poison", POISONS)
-@pytest.mark.parametrize("window", [None, 3, 16, 20, 100])
-@pytest.mark.parametrize("block_size", [16, 32])
+@combined(poison=POISONS, window=[None, 3, 16, 20, 100], block_size=[16, 32])
 def test_prefill_in_chunks_then_decode(poison, window, block_size):
     """Left padding that fills no, some, all of the first chunk, and goes on into the second; then any chunk length."""
     batch = Batch(4, block_size, window, poison)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from tests.support.combinations import Later, combined
 from tests.support.compat import CACHE_ARGUMENT, new_cache
 from tests.support.families import ATTENTIONS, FAMILIES, PAD, Family, inputs
 from tests.support.family_configs import FIRST_WORD, VOCABULARY
@@ -32,7 +33,14 @@ BY_NAME = {family.name: family for family in FAMILIES}
 MODE_BY_NAME = {mode.name: mode for mode in MODES}
 PADDED_BATCH = (3, 17, 40)
 
-every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+# One of each kind: full attention, windows, recurrent layers, an encoder, images. The others run with the slow tests.
+QUICK = ("Llama", "Gemma 3", "Jamba", "T5", "Qwen2-VL")
+every_family = combined(
+    family={
+        family.name: family if family.name in QUICK else Later(family)
+        for family in sorted(FAMILIES, key=lambda family: family.name not in QUICK)
+    }
+)
 
 
 def families(*names: str) -> pytest.MarkDecorator:
@@ -107,7 +115,7 @@ def test_what_comes_with_the_prompt_changes_the_answer(family: Family) -> None:
 @every_family
 def test_the_best_beam_changes_its_place(family: Family) -> None:
     model = build(family)
-    beams = [beam_search(model, inputs(family, (length,)), None)["beams"] for length in (17, 40)]
+    beams = (beam_search(model, inputs(family, (length,)), None)["beams"] for length in (17, 40))
     assert any(len(path[path >= 0].unique()) > 1 for path in beams)
 
 
@@ -190,6 +198,7 @@ def test_a_stop_string_ends_an_answer() -> None:
     assert stop_strings(model, prompt, None)["sequences"].shape[1] < 17 + NEW_TOKENS
 
 
+@pytest.mark.slow
 @every_family
 def test_the_library_agrees_with_itself_under_each_attention(family: Family) -> None:
     prompt = inputs(family, PADDED_BATCH)

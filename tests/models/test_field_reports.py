@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from hf_paged_cache import CacheStateError, InvalidArgumentError, OutOfBlocksError, PagedCache, prefill
+from tests.support.combinations import combined, later
 from tests.support.compat import CACHE_ARGUMENT, generate
 from tests.support.families import family_called as family
 from tests.support.families import inputs, randomize
@@ -350,10 +351,10 @@ def test_hf_47761_latent_attention_stores_latents(prompts: Prompts) -> None:
     assert cache.stats().bytes_used == 16 * values * 4
 
 
-@pytest.mark.parametrize("layer_types", [[FULL, FULL], [SLIDING, FULL]], ids="-".join)
-@pytest.mark.parametrize("draft", ["right", "wrong", "lookup"])
-@pytest.mark.parametrize(
-    "length", [8, 40, *(pytest.param(length, marks=pytest.mark.slow) for length in (3, 7, 9, 15, 16))]
+@combined(
+    layer_types={"-".join(types): types for types in ([FULL, FULL], [SLIDING, FULL])},
+    draft=["right", "wrong", "lookup"],
+    length=[8, 40, *later(3, 7, 9, 15, 16)],
 )
 def test_hf_46629_drafts_across_blocks_and_windows(
     windowed: Models, llama: Models, prompts: Prompts, layer_types: list[str], draft: str, length: int

@@ -1,13 +1,14 @@
 """`generate` gives the same with a `PagedCache` as with a `DynamicCache`: families x modes x attention x batches.
 
 Blocks and windows hold 16 tokens, and the prompt lengths lie around that. With `-m "not slow"`, two families run every
-mode, and the others the most used modes, all on a few lengths.
+mode, and the others the most used modes, all on a few lengths; the attentions take turns.
 """
 
 from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import DynamicCache, PreTrainedModel
@@ -38,10 +39,37 @@ def expected(family: Family, mode: Mode, lengths: tuple[int, ...], attention: st
     return mode.run(model, inputs(family, lengths), cache)
 
 
-def is_quick(family: Family, mode: Mode, lengths: tuple[int, ...]) -> bool:
+def is_quick(family: Family, mode: Mode, lengths: tuple[int, ...], attention: str) -> bool:
+    """Each length once: the last one, most often the padded batch, with our own attention, the others with the others
+    in turn."""
     if family.name in QUICK_FAMILIES:
-        return lengths in (*QUICK_LENGTHS, (mode.lengths[-1],))
-    return mode.name in QUICK_MODES and lengths in QUICK_LENGTHS
+        chosen = dict.fromkeys(((mode.lengths[-1],), *QUICK_LENGTHS))
+    else:
+        chosen = dict.fromkeys(QUICK_LENGTHS if mode.name in QUICK_MODES else ())
+    forms = [form for form in forms_of(mode) if form in chosen]
+    if lengths not in forms:
+        return False
+    *others, own = attentions_of(family, mode)
+    if lengths == forms[-1] or not others:
+        return attention == own
+    return attention == others[(MODES.index(mode) + forms.index(lengths)) % len(others)]
+
+
+def marks_of(family: Family, mode: Mode, lengths: tuple[int, ...], attention: str) -> Any:
+    """With the slow tests, each family runs each length of each mode once, and what is left is evidence."""
+    if is_quick(family, mode, lengths, attention):
+        return ()
+    attentions = attentions_of(family, mode)
+    turn = FAMILIES.index(family) + MODES.index(mode) + forms_of(mode).index(lengths)
+    return pytest.mark.slow if attention == attentions[turn % len(attentions)] else pytest.mark.evidence
+
+
+def forms_of(mode: Mode) -> list[tuple[int, ...]]:
+    return [*((length,) for length in mode.lengths), *([PADDED_BATCH] if mode.batched else [])]
+
+
+def attentions_of(family: Family, mode: Mode) -> tuple[str, ...]:
+    return ("eager",) if mode.eager_only else family.attentions
 
 
 def cases() -> list[object]:
@@ -53,13 +81,13 @@ def cases() -> list[object]:
             lengths,
             attention,
             id=f"{family.name}-{mode.name}-{'+'.join(map(str, lengths))}-{attention}",
-            marks=() if is_quick(family, mode, lengths) else pytest.mark.slow,
+            marks=marks_of(family, mode, lengths, attention),
         )
         for family in FAMILIES
         for mode in MODES
         if not family.refuses(mode.name)
-        for lengths in [*((length,) for length in mode.lengths), *([PADDED_BATCH] if mode.batched else [])]
-        for attention in (["eager"] if mode.eager_only else family.attentions)
+        for lengths in forms_of(mode)
+        for attention in attentions_of(family, mode)
     ]
 
 

@@ -32,7 +32,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "T5": {},
 }
 """Families, and what is changed in their configs."""
-QUICK_MODES = ("greedy", "beam search", "assisted, weak draft", "chunked prefill", "three-turn chat")
+QUICK_MODES = {
+    "greedy": ("int8", "int4"),
+    "beam search": ("int8", "int4"),
+    "assisted, weak draft": ("int4",),
+    "chunked prefill": ("int8",),
+    "three-turn chat": ("int4",),
+}
 MODE_OF = {mode.name: mode for mode in MODES}
 
 How = Callable[[int, bool], Quantization | None]
@@ -99,9 +105,21 @@ def run_oracle(family: str, mode: Mode, lengths: tuple[int, ...], how: How) -> R
 def is_quick(family: str, mode: Mode, name: str, lengths: tuple[int, ...]) -> bool:
     if len(lengths) == 1 and mode.batched:
         return False
-    return (family == "Llama" and mode.name in QUICK_MODES and name in ("int8", "int4")) or (
-        mode.name == "greedy" and name == "int4"
-    )
+    if family == "Llama":
+        return mode.name in QUICK_MODES and name in QUICK_MODES[mode.name]
+    return mode.name == "greedy" and name == "int4"
+
+
+def marks_of(family: str, mode: Mode, name: str, lengths: tuple[int, ...]) -> Any:
+    """With the slow tests, each family runs each length of each mode once, the codecs in turn; the rest is evidence."""
+    if is_quick(family, mode, name, lengths):
+        return ()
+    turn = [*CHANGES].index(family) + MODES.index(mode) + forms_of(mode).index(lengths)
+    return pytest.mark.slow if name == NAMES[turn % len(NAMES)] else pytest.mark.evidence
+
+
+def forms_of(mode: Mode) -> list[tuple[int, ...]]:
+    return [(40,), (70,), *([PADDED_BATCH] if mode.batched else [])]
 
 
 def cases() -> list[object]:
@@ -113,13 +131,13 @@ def cases() -> list[object]:
             name,
             lengths,
             id=f"{family}-{mode.name}-{name}-{'+'.join(map(str, lengths))}",
-            marks=() if is_quick(family, mode, name, lengths) else pytest.mark.slow,
+            marks=marks_of(family, mode, name, lengths),
         )
         for family in CHANGES
         for mode in MODES
         if not family_called(family).refuses(mode.name) and not mode.eager_only
         for name in NAMES
-        for lengths in [(40,), (70,), *([PADDED_BATCH] if mode.batched else [])]
+        for lengths in forms_of(mode)
     ]
 
 

@@ -46,7 +46,7 @@ def test_the_installed_transformers_has_most_representatives() -> None:
     assert len([each for each in model_classes() if each.name in REPRESENTATIVES]) > 6
 
 
-@pytest.mark.slow
+@pytest.mark.evidence
 @pytest.mark.parametrize("model_class", model_classes(), ids=str)
 def test_every_class(model_class: ModelClass) -> None:
     outcome = check(model_class)

@@ -31,6 +31,7 @@ from tests.kernels.cases import (
     random_rows,
 )
 from tests.kernels.quantized_cases import CODECS, attend_quantized, check_quantized, quantized
+from tests.support.combinations import combined
 
 pytest.importorskip("numba")
 plan = pytest.importorskip("hf_paged_kernels.numba.plan")
@@ -64,9 +65,7 @@ def test_head_ratios(heads: tuple[int, int], query_length: int) -> None:
     check(Case(heads=heads, query_length=query_length, lengths=(21, 34)), attention=attention)
 
 
-@pytest.mark.parametrize("dims", [*DIMS, (5, 3), (512, 512)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("query_length", [1, 9])
+@combined(dims=[*DIMS, (5, 3), (512, 512)], dtype=[torch.float32, torch.bfloat16], query_length=[1, 9])
 def test_key_and_value_widths(dims: tuple[int, int], dtype: torch.dtype, query_length: int) -> None:
     case = Case(dims=dims, heads=(3, 1), lengths=(20, 33), query_length=query_length)
     if dtype == torch.float32:
@@ -76,9 +75,7 @@ def test_key_and_value_widths(dims: tuple[int, int], dtype: torch.dtype, query_l
         torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("block_size", [*BLOCK_SIZES, 3, 1])
-@pytest.mark.parametrize("beyond", [-1, 0, 1])
-@pytest.mark.parametrize("query_length", [1, 33])
+@combined(block_size=[*BLOCK_SIZES, 3, 1], beyond=[-1, 0, 1], query_length=[1, 33])
 def test_lengths_around_a_block_edge(block_size: int, beyond: int, query_length: int) -> None:
     length = 2 * block_size + beyond
     case = Case(block_size=block_size, lengths=(length, max(length - 5, 0)), query_length=query_length)
@@ -86,10 +83,7 @@ def test_lengths_around_a_block_edge(block_size: int, beyond: int, query_length:
     check(replace(case, new_from_blocks=True), attention=attention)
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("query_length", QUERY_LENGTHS)
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("new_from_blocks", [False, True])
+@combined(lengths=LENGTHS, query_length=QUERY_LENGTHS, window=WINDOWS, new_from_blocks=[False, True])
 def test_windows_and_rows_of_any_length(
     lengths: tuple[int, ...], query_length: int, window: int | None, new_from_blocks: bool
 ) -> None:
@@ -97,10 +91,9 @@ def test_windows_and_rows_of_any_length(
     check(case, attention=attention)
 
 
-@pytest.mark.parametrize("features", FEATURES, ids=str)
-@pytest.mark.parametrize("lengths", [(34, 34), (140, 17, 3), (8, 5), (0, 0)], ids=str)
-@pytest.mark.parametrize("query_length", [1, 8, 9])
-@pytest.mark.parametrize("window", [None, 10])
+@combined(
+    features=FEATURES, lengths=[(34, 34), (140, 17, 3), (8, 5), (0, 0)], query_length=[1, 8, 9], window=[None, 10]
+)
 def test_softcap_sinks_and_holes(
     features: dict[str, Any], lengths: tuple[int, ...], query_length: int, window: int | None
 ) -> None:

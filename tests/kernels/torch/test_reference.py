@@ -24,6 +24,7 @@ from tests.kernels.cases import (
     matrix,
     random_rows,
 )
+from tests.support.combinations import combined
 
 pytestmark = pytest.mark.usefixtures("in_plain_pytorch")
 
@@ -34,34 +35,23 @@ def test_head_ratios(heads, query_length):
     check(Case(heads=heads, query_length=query_length, lengths=(21, 34)), torch.float64)
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-@pytest.mark.parametrize("lengths", [(20, 20), (20, 33)], ids=str)
-@pytest.mark.parametrize("query_length", [1, 9])
+@combined(dims=DIMS, lengths=[(20, 20), (20, 33)], query_length=[1, 9])
 def test_key_and_value_widths(dims, lengths, query_length):
     check(Case(dims=dims, heads=(3, 1), lengths=lengths, query_length=query_length))
 
 
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("beyond", [-1, 0, 1])
-@pytest.mark.parametrize("query_length", [1, 33])
-@pytest.mark.parametrize("shorter", [0, 1, 5])
+@combined(block_size=BLOCK_SIZES, beyond=[-1, 0, 1], query_length=[1, 33], shorter=[0, 1, 5])
 def test_lengths_around_a_block_edge(block_size, beyond, query_length, shorter):
     length = 2 * block_size + beyond
     check(Case(block_size=block_size, lengths=(length, length - shorter), query_length=query_length))
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("query_length", QUERY_LENGTHS)
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("new_from_blocks", [False, True])
+@combined(lengths=LENGTHS, query_length=QUERY_LENGTHS, window=WINDOWS, new_from_blocks=[False, True])
 def test_windows_and_rows_of_any_length(lengths, query_length, window, new_from_blocks):
     check(Case(lengths=lengths, query_length=query_length, window=window, new_from_blocks=new_from_blocks))
 
 
-@pytest.mark.parametrize("features", FEATURES, ids=str)
-@pytest.mark.parametrize("lengths", [(34, 34), (40, 17, 3), (8, 5), (0, 0)], ids=str)
-@pytest.mark.parametrize("query_length", [1, 8, 9])
-@pytest.mark.parametrize("window", [None, 10])
+@combined(features=FEATURES, lengths=[(34, 34), (40, 17, 3), (8, 5), (0, 0)], query_length=[1, 8, 9], window=[None, 10])
 def test_softcap_sinks_and_holes(features, lengths, query_length, window):
     case = Case(lengths=lengths, query_length=query_length, window=window, heads=(6, 2), **features)
     check(case, torch.float64)
@@ -94,10 +84,12 @@ def test_decode_is_the_same_however_threads_share_the_work(monkeypatch, threads,
         check(Case(heads=heads, lengths=lengths, window=20))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("features", [{}, {"softcap": 1.5, "sinks": True, "holes": True}], ids=str)
-@pytest.mark.parametrize("lengths", [(9, 4), (40, 40), (40, 17)], ids=str)
-@pytest.mark.parametrize("query_length", [1, 9])
+@combined(
+    dtype=[torch.bfloat16, torch.float16],
+    features=[{}, {"softcap": 1.5, "sinks": True, "holes": True}],
+    lengths=[(9, 4), (40, 40), (40, 17)],
+    query_length=[1, 9],
+)
 def test_16_bit_error_is_two_roundings_of_the_largest_value(dtype, features, lengths, query_length):
     case = Case(lengths=lengths, query_length=query_length, heads=(6, 2), dims=(64, 64), **features)
     largest = max(float(row.value.abs().max()) for row in random_rows(case, dtype, torch.Generator().manual_seed(0)))

@@ -22,17 +22,21 @@ from tests.kernels.cases import (
     LENGTHS,
     Case,
     attend,
-    check,
     lay_out,
     matrix,
     new_states,
     random_rows,
 )
-from tests.kernels.device import on_device
+from tests.kernels.cases import (
+    check as check_each_way,
+)
+from tests.kernels.device import ON_CARD, on_device
 from tests.kernels.hostile import poisoned_blocks
+from tests.support.combinations import combined, later
 
 triton_kernels = pytest.importorskip("hf_paged_kernels.triton")
 plan = pytest.importorskip("hf_paged_kernels.triton.plan")
+check = partial(check_each_way, each_way=ON_CARD)
 
 
 def attention(*inputs: torch.Tensor | KVBlocks | StepMetadata, num_splits: int | None = None, **options: object):
@@ -42,74 +46,88 @@ def attention(*inputs: torch.Tensor | KVBlocks | StepMetadata, num_splits: int |
     return on_device(triton_kernels.paged_attention)(*inputs, **options, num_splits=num_splits)
 
 
-def quick(values: Sequence[object], *chosen: object) -> list[object]:
-    """All `values` as parameters; those that are not `chosen` run with the slow tests."""
-    return [value if value in chosen else pytest.param(value, marks=pytest.mark.slow) for value in values]
+def mostly_later(values: Sequence[object], *chosen: object) -> list[object]:
+    """The `chosen` ones of `values`; then the others, which run with the slow tests."""
+    return [*chosen, *later(*(value for value in values if value not in chosen))]
 
 
-@pytest.mark.parametrize("heads", quick(HEADS, (4, 4), (7, 1), (9, 3), (64, 1)), ids=str)
-@pytest.mark.parametrize("query_length", quick([1, 9], 1))
+@combined(quick=1, heads=mostly_later(HEADS, (4, 4), (7, 1), (9, 3), (64, 1)), query_length=[1, *later(9)])
 def test_head_ratios(heads, query_length):
     check(Case(heads=heads, query_length=query_length, lengths=(21, 34)), attention=attention)
 
 
-@pytest.mark.parametrize(
-    "dims", quick([*DIMS, (112, 112), (512, 512)], (40, 40), (96, 96), (192, 128), (16, 48), (512, 512)), ids=str
+@combined(
+    quick=1,
+    dims=mostly_later([*DIMS, (112, 112), (512, 512)], (40, 40), (96, 96), (192, 128), (16, 48), (512, 512)),
+    query_length=[9, *later(1)],
 )
-@pytest.mark.parametrize("query_length", quick([1, 9], 9))
 def test_key_and_value_widths(dims, query_length):
     check(Case(dims=dims, heads=(3, 1), lengths=(20, 33), query_length=query_length), attention=attention)
 
 
-@pytest.mark.parametrize("block_size", quick(BLOCK_SIZES, 16, 64, 24))
-@pytest.mark.parametrize("beyond", quick([-1, 0, 1], 0, 1))
-@pytest.mark.parametrize("query_length", quick([1, 33], 1))
+@combined(
+    quick=1,
+    slow=2,
+    block_size=mostly_later(BLOCK_SIZES, 16, 64, 24),
+    beyond=[0, 1, *later(-1)],
+    query_length=[1, *later(33)],
+)
 def test_lengths_around_a_block_edge(block_size, beyond, query_length):
     length = min(2 * block_size, 128) + beyond
     case = Case(block_size=block_size, lengths=(length, length - 5), query_length=query_length)
     check(case, attention=attention)
 
 
-@pytest.mark.parametrize("num_splits", quick([1, 2, 3, 64], 3))
-@pytest.mark.parametrize("lengths", quick([(137, 64), (40, 0, 3, 130)], (40, 0, 3, 130)), ids=str)
-@pytest.mark.parametrize("window", quick([None, 40], 40))
+@combined(
+    quick=1,
+    slow=2,
+    num_splits=[3, *later(1, 2, 64)],
+    lengths=[(40, 0, 3, 130), *later((137, 64))],
+    window=[40, *later(None)],
+)
 def test_splits_have_no_influence(num_splits, lengths, window):
     """More splits than there are tiles, and splits that see nothing, included."""
     case = Case(lengths=lengths, query_length=2, window=window, sinks=True, block_size=32, heads=(6, 2))
     check(case, attention=partial(attention, num_splits=num_splits))
 
 
-@pytest.mark.parametrize("lengths", quick(LENGTHS, (1,), (33, 64), (0, 20)), ids=str)
-@pytest.mark.parametrize("query_length", [1, 9])
-@pytest.mark.parametrize("window", quick([None, 1, 17], 17))
-@pytest.mark.parametrize("new_from_blocks", [False, True])
+@combined(
+    slow=2,
+    lengths=mostly_later(LENGTHS, (1,), (33, 64), (0, 20)),
+    query_length=[1, 9],
+    window=[17, *later(None, 1)],
+    new_from_blocks=[False, True],
+)
 def test_windows_and_rows_of_any_length(lengths, query_length, window, new_from_blocks):
     case = Case(lengths=lengths, query_length=query_length, window=window, new_from_blocks=new_from_blocks)
     check(case, attention=partial(attention, num_splits=2))
 
 
-@pytest.mark.parametrize("features", quick(FEATURES, *FEATURES[1:4], FEATURES[-1]), ids=str)
-@pytest.mark.parametrize("lengths", quick([(40, 17, 3), (0, 0)], (40, 17, 3)), ids=str)
-@pytest.mark.parametrize("query_length", [1, 9])
-@pytest.mark.parametrize("num_splits", quick([1, 2], 2))
+@combined(
+    quick=1,
+    slow=2,
+    features=mostly_later(FEATURES, *FEATURES[1:4], FEATURES[-1]),
+    lengths=[(40, 17, 3), *later((0, 0))],
+    query_length=[1, 9],
+    num_splits=[2, *later(1)],
+)
 def test_softcap_sinks_and_holes(features, lengths, query_length, num_splits):
     case = Case(lengths=lengths, query_length=query_length, window=10, heads=(6, 2), **features)
     check(case, attention=partial(attention, num_splits=num_splits))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("query_length", [1, 9])
-@pytest.mark.parametrize("num_splits", quick([1, 2], 2))
+@combined(quick=1, slow=2, dtype=[torch.bfloat16, torch.float16], query_length=[1, 9], num_splits=[2, *later(1)])
 def test_16_bit_error_is_a_few_roundings_of_the_largest_value(dtype, query_length, num_splits):
     case = Case(lengths=(40, 17), query_length=query_length, heads=(6, 2), dims=(64, 64), sinks=True)
     largest = max(float(row.value.abs().max()) for row in random_rows(case, dtype, torch.Generator().manual_seed(0)))
-    for out, lse, expected_out, expected_lse in attend(case, dtype, partial(attention, num_splits=num_splits)):
+    run = partial(attention, num_splits=num_splits)
+    for out, lse, expected_out, expected_lse in attend(case, dtype, run, each_way=ON_CARD):
         assert out.dtype == dtype
         assert float((out.double() - expected_out).abs().max()) <= 2 * torch.finfo(dtype).eps * largest
         torch.testing.assert_close(lse.double(), expected_lse, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.evidence
 @pytest.mark.parametrize("lengths", [(5, 40, 33), (0, 20)], ids=str)
 @pytest.mark.parametrize("query_length", [1, 33])
 @pytest.mark.parametrize("window", [None, 17])
@@ -212,9 +230,8 @@ def test_sinks_that_take_nothing_of_rows_that_see_nothing(num_splits):
     torch.testing.assert_close(out, expected)
 
 
-@pytest.mark.parametrize("new_from_blocks", quick([False, True], False))
-@pytest.mark.parametrize("window", quick([None, 40], 40))
-def test_a_prompt_in_chunks_is_split_where_a_card_has_room(monkeypatch, window, new_from_blocks):
+@combined(new_from_blocks=[False, *later(True)], window=[40, *later(None)])
+def test_a_prompt_in_chunks_is_split_where_a_card_has_room(monkeypatch, new_from_blocks, window):
     monkeypatch.setattr(plan, "processors", lambda device: 32)
     monkeypatch.setattr(plan, "MIN_SPLIT_LENGTH", 16)
     case = Case(lengths=(130, 40), query_length=9, heads=(6, 2), window=window, new_from_blocks=new_from_blocks)

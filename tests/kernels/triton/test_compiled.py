@@ -46,8 +46,9 @@ def check(row: dict) -> None:
         assert row["bytes_ratio"] is None or row["bytes_ratio"] <= (1.2 if bits == 8 else 1.15), case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "target", [target if target == "sm_90" else pytest.param(target, marks=pytest.mark.slow) for target in TARGETS]
+    "target", [target if target == "sm_90" else pytest.param(target, marks=pytest.mark.evidence) for target in TARGETS]
 )
 def test_the_most_used_width_compiles_as_it_is_meant_to(target: str) -> None:
     compiled = rows(target, "--quick")
@@ -63,6 +64,7 @@ def test_the_most_used_width_compiles_as_it_is_meant_to(target: str) -> None:
         check(row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_decode_loop_does_not_compile_kernels_anew(batch: int) -> None:
     """With and without splits, and for 2 to 8 splits: not for every length, number of splits or size of the table."""
@@ -72,7 +74,7 @@ def test_a_decode_loop_does_not_compile_kernels_anew(batch: int) -> None:
     assert json.loads(result.stdout) == {"write_kernel": 1, "attend_kernel": 2, "merge_kernel": 1}
 
 
-@pytest.mark.slow
+@pytest.mark.evidence
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_row_of_the_launch_table_compiles_as_it_is_meant_to(target: str) -> None:
     for row in rows(target):

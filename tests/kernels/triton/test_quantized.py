@@ -20,7 +20,7 @@ from tests.kernels.cases import FEATURES, Case, lay_out, random_rows
 from tests.kernels.device import DEVICE, on_device
 from tests.kernels.hostile import poison_planes, poisoned_blocks
 from tests.kernels.quantized_cases import attend_quantized, check_quantized
-from tests.kernels.triton.test_attention import quick
+from tests.support.combinations import combined, later
 from tests.support.compat import generate
 
 triton_kernels = pytest.importorskip("hf_paged_kernels.triton")
@@ -33,6 +33,7 @@ GROUPED = {
     "kivi2": KVQuant("kivi2", key_group=32, value_group=8),
 }
 CODECS = SCALED | GROUPED
+THREE = {name: CODECS[name] for name in ("int8", "int4", "kivi2")}
 
 
 def attention(query: torch.Tensor, blocks: Blocks, step: StepMetadata, **options: Any) -> Any:
@@ -92,67 +93,53 @@ def codes_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_cases, "quantized", lay_out_codes)
 
 
-codecs = pytest.mark.parametrize("kv", CODECS.values(), ids=CODECS)
-THREE = ("int8", "int4", "kivi2")
-three_codecs = pytest.mark.parametrize("kv", [CODECS[name] for name in THREE], ids=THREE)
+@combined(quick=1, kv=CODECS, query_length=[1, *later(9)], new_from_blocks=[False, True])
+def test_codes_of_every_width(kv, query_length, new_from_blocks):
+    case = Case(lengths=(101, 70), heads=(3, 1), dims=(64, 64), block_size=32, query_length=query_length)
+    check_quantized(replace(case, new_from_blocks=new_from_blocks), kv, attention=attention)
 
 
-@codecs
-@pytest.mark.parametrize("query_length", quick([1, 9], 1))
-def test_codes_of_every_width(kv, query_length):
-    case = Case(lengths=(101, 70), heads=(6, 2), dims=(64, 64), block_size=32, query_length=query_length)
-    check_quantized(case, kv, attention=attention)
-    check_quantized(replace(case, new_from_blocks=True), kv, attention=attention)
-
-
-@codecs
-@pytest.mark.parametrize(
-    "dims", quick([(80, 80), (96, 96), (128, 128), (16, 48), (192, 128)], (80, 80), (16, 48)), ids=str
-)
+@combined(quick=1, kv=CODECS, dims=[(80, 80), (16, 48), *later((96, 96), (128, 128), (192, 128))])
 def test_key_and_value_widths(kv, dims):
     check_quantized(Case(lengths=(70, 33), heads=(3, 1), dims=dims), kv, attention=attention)
 
 
-@pytest.mark.parametrize("key_bits", quick([2, 8], 2))
-@pytest.mark.parametrize("value_bits", [2, 8])
-@pytest.mark.parametrize(("key_group", "value_group"), [(16, 64), (64, 16), (8, 8)])
-def test_groups_of_any_size(key_bits, value_bits, key_group, value_group):
-    kv = KVQuant("int4", key_bits, value_bits, key_group, value_group)
+@combined(quick=1, key_bits=[2, *later(8)], value_bits=[2, 8], groups=[(16, 64), (64, 16), (8, 8)])
+def test_groups_of_any_size(key_bits, value_bits, groups):
+    """Of channels of a key, and of a value."""
+    kv = KVQuant("int4", key_bits, value_bits, *groups)
     check_quantized(Case(lengths=(200, 150), dims=(64, 64), block_size=64), kv, attention=attention)
 
 
-@three_codecs
-@pytest.mark.parametrize("block_size", quick([16, 32, 48, 128], 48))
-@pytest.mark.parametrize("num_splits", quick([1, 3], 3))
+@combined(slow=2, kv=THREE, block_size=[48, *later(16, 32, 128)], num_splits=[3, *later(1)])
 def test_splits_and_block_sizes_have_no_influence(kv, block_size, num_splits):
     lengths = (3 * block_size + 5, 2 * block_size, 3, 0)
-    case = Case(lengths=lengths, query_length=2, heads=(6, 2), dims=(32, 32), block_size=block_size, sinks=True)
+    case = Case(lengths=lengths, query_length=2, heads=(3, 1), dims=(32, 32), block_size=block_size, sinks=True)
     check_quantized(case, kv, attention=partial(attention, num_splits=num_splits))
 
 
-@three_codecs
-@pytest.mark.parametrize("lengths", quick([(1,), (90, 64), (0, 70)], (90, 64), (0, 70)), ids=str)
-@pytest.mark.parametrize("query_length", [1, 9])
-@pytest.mark.parametrize("window", quick([1, 17, 40, 60], 40))
-@pytest.mark.parametrize("new_from_blocks", quick([False, True], True))
+@combined(
+    slow=2,
+    kv=THREE,
+    lengths=[(90, 64), (0, 70), *later((1,))],
+    query_length=[1, 9],
+    window=[40, *later(1, 17, 60)],
+    new_from_blocks=[True, *later(False)],
+)
 def test_windows_and_rows_of_any_length(kv, lengths, query_length, window, new_from_blocks):
     case = Case(lengths=lengths, query_length=query_length, window=window, new_from_blocks=new_from_blocks)
     check_quantized(case, kv, attention=partial(attention, num_splits=2))
 
 
-@three_codecs
-@pytest.mark.parametrize("features", quick(FEATURES, FEATURES[-1]), ids=str)
-@pytest.mark.parametrize("query_length", [1, 9])
+@combined(quick=1, slow=2, kv=THREE, features=[FEATURES[-1], *later(*FEATURES[:-1])], query_length=[1, 9])
 def test_softcap_sinks_and_holes(kv, features, query_length):
     case = Case(lengths=(90, 40, 3), query_length=query_length, window=60, heads=(6, 2), **features)
     check_quantized(case, kv, attention=attention)
 
 
-@codecs
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("query_length", quick([1, 9], 1))
+@combined(quick=1, kv=CODECS, dtype=[torch.bfloat16, torch.float16], query_length=[1, *later(9)])
 def test_16_bit_error_is_a_few_roundings_of_the_largest_value(kv, dtype, query_length):
-    case = Case(lengths=(90, 41), query_length=query_length, heads=(6, 2), dims=(64, 64))
+    case = Case(lengths=(90, 41), query_length=query_length, heads=(3, 1), dims=(64, 64))
     largest = max(float(row.value.abs().max()) for row in random_rows(case, dtype, torch.Generator().manual_seed(0)))
     for out, lse, expected_out, expected_lse in attend_quantized(case, kv, dtype, attention):
         assert out.dtype == dtype
@@ -197,8 +184,9 @@ def test_exact_blocks_between_codes_are_refused():
 @pytest.mark.parametrize("kv", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_generate_on_interpreted_kernels(llama, prompts, kv):
     """The whole path: writing codes, quantizing blocks, decoding, beams and padding."""
-    model, options = copy.deepcopy(llama()).to(DEVICE), {"max_new_tokens": 4, "do_sample": False, "num_beams": 2}
-    inputs = {name: tensor.to(DEVICE) for name, tensor in prompts(70, 60).items()}
+    model = copy.deepcopy(llama(num_layers=1)).to(DEVICE)
+    options = {"max_new_tokens": 4, "do_sample": False, "num_beams": 2}
+    inputs = {name: tensor.to(DEVICE) for name, tensor in prompts(63, 50).items()}
     quant = KVQuant(kv) if kv in SCALED else KVQuant(kv, exact_recent=16, exact_sinks=16)
     tokens = []
     for backend in ("reference", "triton"):

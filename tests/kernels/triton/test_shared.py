@@ -14,6 +14,7 @@ from hf_paged_kernels import KVBlocks, StepMetadata
 from tests.kernels import oracle
 from tests.kernels.device import on_device
 from tests.kernels.hostile import poisoned_blocks
+from tests.support.combinations import combined, later
 
 pytest.importorskip("triton")
 from hf_paged_kernels.triton import plan, shared
@@ -79,22 +80,25 @@ GROUPS = {
 
 
 @pytest.mark.usefixtures("always_shared")
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-@pytest.mark.parametrize("query_length", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize(
-    ("block_size", "dims"), [(16, (48, 24)), pytest.param(64, (80, 80), marks=pytest.mark.slow)], ids=str
+@combined(
+    quick=1,
+    groups=GROUPS,
+    query_length=[2, *later(1)],
+    shape=[(16, (48, 24)), *later((64, (80, 80)))],
+    has_features=[True, *later(False)],
 )
-def test_sharing_has_no_influence(groups, query_length, block_size, dims) -> None:
+def test_sharing_has_no_influence(groups, query_length, shape, has_features) -> None:
+    block_size, dims = shape
     groups = [(blocks, [tail + query_length for tail in tails]) for blocks, tails in groups]
     blocks, step, rows = batch(groups, block_size, dims, query_length)
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(len(rows), HEADS[0], query_length, dims[0], generator=generator)
-    for extra in ({}, {"softcap": 2.0, "sinks": torch.randn(HEADS[0], generator=generator)}):
-        options = {"scale": 0.3, **extra}
-        out, lse = paged_attention(query, blocks, step, **options, return_lse=True, backend="triton")
-        expected_out, expected_lse = oracle.attention(query, rows, **options)
-        torch.testing.assert_close(out.double(), expected_out, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
+    features = {"softcap": 2.0, "sinks": torch.randn(HEADS[0], generator=generator)}
+    options = {"scale": 0.3, **(features if has_features else {})}
+    out, lse = paged_attention(query, blocks, step, **options, return_lse=True, backend="triton")
+    expected_out, expected_lse = oracle.attention(query, rows, **options)
+    torch.testing.assert_close(out.double(), expected_out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("always_shared")
