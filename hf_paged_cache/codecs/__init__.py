@@ -45,9 +45,7 @@ class LayerCodecs:
         self._others = {layer: make_codec(choice, backend) for layer, choice in others.items()}
         policies = {codec.exact for codec in (self._default, *self._others.values())} - {None}
         if len(policies) > 1:
-            raise InvalidArgumentError(
-                f"exact_recent and exact_sinks have to be the same in all layers: {policies}"
-            )
+            raise InvalidArgumentError(f"exact_recent and exact_sinks have to be the same in all layers: {policies}")
         self.exact: ExactPolicy | None = next(iter(policies), None)
 
     def of(self, layer_idx: int, *, is_sliding: bool) -> Codec:
