@@ -91,6 +91,7 @@ def store_tokens(call, part, row, kv_head, first, last, numbers, offsets, best, 
         codes: `None` leaves out of the machine code what makes codes.
     """
     current_block = np.int64(-1)  # whose offset is in `offsets`
+    has_offset = False
     slots = carray(pointer(call.slots), (call.batch * call.query_length,), np.int32)
     for token in range(first, last):
         slot = np.int64(slots[row * call.query_length + token])
@@ -109,9 +110,10 @@ def store_tokens(call, part, row, kv_head, first, last, numbers, offsets, best, 
         if part.offset != 0:
             block = slot // call.block_size
             if block != current_block:
-                load_offset(call, part, row, kv_head, token, slot, offsets)
+                has_offset = load_offset(call, part, row, kv_head, token, slot, offsets)
                 current_block = block
-            sign = take_offset(numbers, offsets, part.dim)
+            if has_offset:
+                sign = take_offset(numbers, offsets, part.dim)
         codes_of_token = part.target + place * part.dim
         scales = carray(pointer(part.scale), (place + 1,), np.uint16)
         scale = quantize(numbers, codes_of_token, best, part.dim, call.bits, call.factors, call.num_factors)
@@ -141,6 +143,9 @@ def load_offset(call, part, row, kv_head, token, slot, offsets):
     is its first.
 
     Where the first token of the block is also new, the offset is made from it: its thread may not have stored it yet.
+
+    Returns:
+        Whether the offset is more than zeros.
     """
     dim, block, in_block = part.dim, slot // call.block_size, slot % call.block_size
     added = floats(offsets, dim)
@@ -149,7 +154,7 @@ def load_offset(call, part, row, kv_head, token, slot, offsets):
     if first_token < 0:
         for i in range(dim):
             added[i] = bfloat_at(stored, i)
-        return
+        return has_numbers(added, dim)
     place = row * part.batch_stride + kv_head * part.head_stride + first_token * part.token_stride
     size = bytes_of(part.dtype)
     copy_rows(part.source + place * size, part.dtype, dim * size, offsets, dim, dim, 1)
@@ -158,6 +163,16 @@ def load_offset(call, part, row, kv_head, token, slot, offsets):
         bits = carray(pointer(stored), (dim,), np.uint16)
         for i in range(dim):
             bits[i] = np.uint16(bits_of_float(added[i]) >> np.int32(16))
+    return has_numbers(added, dim)
+
+
+@njit(**EXACT_FLAGS)
+def has_numbers(states, dim):
+    """Whether some of the numbers are not zero."""
+    found = False
+    for i in range(dim):
+        found |= states[i] != 0
+    return found
 
 
 @njit(**EXACT_FLAGS)
