@@ -35,12 +35,7 @@ PADDED_BATCH = (3, 17, 40)
 
 # One of each kind: full attention, windows, recurrent layers, an encoder, images. The others run with the slow tests.
 QUICK = ("Llama", "Gemma 3", "Jamba", "T5", "Qwen2-VL")
-every_family = combined(
-    family={
-        family.name: family if family.name in QUICK else Later(family)
-        for family in sorted(FAMILIES, key=lambda family: family.name not in QUICK)
-    }
-)
+every_family = combined(family={family.name: family if family.name in QUICK else Later(family) for family in FAMILIES})
 
 
 def families(*names: str) -> pytest.MarkDecorator:

@@ -22,8 +22,8 @@ from tests.support.generate_modes import MODES, Mode, Result, assert_same
 BLOCK_SIZE = 16
 PADDED_BATCH = (3, 17, 40)
 QUICK_FAMILIES = ("Llama", "Gemma 3")
-QUICK_MODES = ("greedy", "beam search")
 QUICK_LENGTHS = ((1,), (17,), PADDED_BATCH)
+QUICK_MODES = {"greedy": QUICK_LENGTHS, "beam search": (PADDED_BATCH,)}
 
 
 @functools.lru_cache(maxsize=8)
@@ -43,9 +43,9 @@ def is_quick(family: Family, mode: Mode, lengths: tuple[int, ...], attention: st
     """Each length once: the last one, most often the padded batch, with our own attention, the others with the others
     in turn."""
     if family.name in QUICK_FAMILIES:
-        chosen = dict.fromkeys(((mode.lengths[-1],), *QUICK_LENGTHS))
+        chosen = {(mode.lengths[-1],), *QUICK_LENGTHS}
     else:
-        chosen = dict.fromkeys(QUICK_LENGTHS if mode.name in QUICK_MODES else ())
+        chosen = {*QUICK_MODES.get(mode.name, ())}
     forms = [form for form in forms_of(mode) if form in chosen]
     if lengths not in forms:
         return False

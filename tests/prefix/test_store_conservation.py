@@ -254,7 +254,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 class TestStore(StoreMachine.TestCase):
-    settings = settings(PROFILE, max_examples=12, stateful_step_count=40)
+    settings = settings(PROFILE, max_examples=15, stateful_step_count=40)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from hf_paged_cache.memory.group_pool import GroupPool
 from hf_paged_cache.prefill import CACHE_ARGUMENT
 from hf_paged_cache.prefix.store_file import StoreFile
 from hf_paged_cache.prefix.tree import PrefixNode
+from tests.support.combinations import combined
 from tests.support.stores import (
     INT4,
     SIZE,
@@ -70,9 +71,11 @@ def written_bytes(store: BlockStore, node: PrefixNode) -> dict[tuple[int, int, s
 
 
 class TestRoundTrip:
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-    @pytest.mark.parametrize("kv", KINDS_OF_KV, ids=["raw", "int8", "fp8", "int4"])
-    @pytest.mark.parametrize("family", ["full", "windowed"])
+    @combined(
+        dtype={"fp32": torch.float32, "bf16": torch.bfloat16},
+        kv=dict(zip(["raw", "int8", "fp8", "int4"], KINDS_OF_KV, strict=True)),
+        family=["full", "windowed"],
+    )
     def test_answers_and_blocks_are_as_before(self, family, kv, dtype, llama, windowed, tokens, path):
         model = copy.deepcopy(llama() if family == "full" else windowed(LAYER_TYPES, window=20)).to(dtype)
         store = make_store(model, kv=kv)
@@ -141,6 +144,7 @@ class TestRoundTrip:
         assert answer(loaded, tokens(80), salt="c")[1] == 0
         check_unheld(loaded)
 
+    @pytest.mark.slow
     def test_another_process_uses_it(self, model, tokens, path, tmp_path):
         store = make_store(model)
         store.pin(tokens(60))

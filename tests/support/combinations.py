@@ -42,11 +42,14 @@ def combined(*, quick: int = 2, slow: int | None = None, **axes: Axis) -> Any:
         quick: the quick run has each `quick` values of different parameters together in some combination: 1 for every
             value, 2 for every pair of values.
         slow: the same for the run with the slow tests; `None` for the full product, else the rest is `evidence`.
-        axes: the values of each parameter, named by `str` in the test's id, or by the keys of a mapping. Values that
-            are `later` come last, and the quick run has none of them.
+        axes: the values of each parameter, named by `str` in the test's id, or by the keys of a mapping. The quick run
+            has none of those that are `later`.
     """
     named = [
-        [*axis.items()] if isinstance(axis, Mapping) else [(str(value), value) for value in axis]
+        sorted(
+            axis.items() if isinstance(axis, Mapping) else [(str(value), value) for value in axis],
+            key=lambda entry: isinstance(entry[1], Later),
+        )
         for axis in axes.values()
     ]
     sizes = [len(axis) for axis in named]
