@@ -1,4 +1,4 @@
-"""The blocks whose content a store knows: the prefix index over the pools of all layer groups."""
+"""Cached blocks: the prefix index over the pools of all layer groups."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ from hf_paged_cache.prefix.tree import Match, PrefixIndex, PrefixNode, tokens_of
 
 
 class _Kinds(NamedTuple):
-    """The kinds of blocks that a run of tokens has one of in a layer group.
+    """The kinds of blocks that a node has in a layer group.
 
     Attributes:
         block: its block.
@@ -41,7 +41,7 @@ class CachedBlocks:
         block_size: tokens a block.
 
     Attributes:
-        index: token runs and their blocks.
+        index: the nodes and their blocks.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], block_size: int) -> None:
@@ -68,18 +68,18 @@ class CachedBlocks:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the blocks that are known."""
+        """Bytes of the cached blocks."""
         return sum(pool.allocator.num_cached * pool.block_bytes for pool in self._pools)
 
     def common_columns(
         self, prompts: Prompts, matches: Sequence[Match], limit: int | None = None, *, in_memory: bool = False
     ) -> int:
-        """The last column up to which all rows are known, and which cuts no image; the last one of the prompts left
-        out.
+        """The last column up to which all rows are cached, and which cuts no image. The last column of the prompts is
+        left to `generate`.
 
         Args:
             prompts: the prompts.
-            matches: what is known of each row; none for nothing.
+            matches: what is cached of each row; none for nothing.
             limit: columns that it may be at most.
             in_memory: leave out what would have to be read from a file first.
         """
@@ -111,7 +111,7 @@ class CachedBlocks:
     def begin(
         self, groups: Sequence[LayerGroup], matches: Sequence[Match], num_columns: int, padding: np.ndarray
     ) -> None:
-        """Lets the groups of an empty cache begin with known blocks.
+        """Lets the groups of an empty cache begin with cached blocks.
 
         Args:
             groups: of a cache on the same pools.
@@ -151,10 +151,10 @@ class CachedBlocks:
                 ledger.commit(changes)
 
     def add(self, groups: Sequence[LayerGroup], row: int, root: PrefixNode, tokens: np.ndarray) -> None:
-        """Makes the blocks of a row known.
+        """Caches the blocks of a row.
 
-        Full blocks under codecs that quantize whole ones get their codes. Where other blocks are known for the same
-        tokens the row holds those from now on, so that a run is never given up while one after it is held.
+        Codecs that quantize whole blocks make the codes of full ones here. Where other blocks are cached for the same
+        tokens, the row holds those from now on. So no node is given up while one after it is held.
 
         Args:
             groups: of a cache on the same pools.
@@ -162,43 +162,43 @@ class CachedBlocks:
             root: the tree to add to.
             tokens: int `[n]`, the first tokens that the row holds.
         """
-        num_runs, num_full = -(-len(tokens) // self._block_size), len(tokens) // self._block_size
-        blocks = np.zeros((len(self._pools), num_runs), dtype=np.int64)
+        num_nodes, num_full = -(-len(tokens) // self._block_size), len(tokens) // self._block_size
+        blocks = np.zeros((len(self._pools), num_nodes), dtype=np.int64)
         for kinds, group in zip(self._groups, groups, strict=True):
-            held = group.table.block_ids[row, :num_runs]
+            held = group.table.block_ids[row, :num_nodes]
             blocks[kinds.block, : len(held)] = held
             if kinds.exact is not None:
                 exact = group.table.exact
-                held = group.table.exact_ids[row, :num_runs]
+                held = group.table.exact_ids[row, :num_nodes]
                 blocks[kinds.exact, : len(held)] = held
                 self._quantize(kinds, group, row, blocks[:, :num_full])
                 # Who goes on from here reads codes of these, as the row does.
-                is_quantized = exact.are_quantized(np.array([len(tokens)]), num_runs)[0]
+                is_quantized = exact.are_quantized(np.array([len(tokens)]), num_nodes)[0]
                 blocks[kinds.exact, is_quantized] = 0
         added = self.index.insert(root, tokens, blocks)
         self._forget(added.dropped)
         for kind, block_id in added.taken:
             self.allocators[kind].mark_cached([block_id])
         for kinds, group in zip(self._groups, groups, strict=True):
-            known = np.array([node.block_of(kinds.block) for node in added.nodes[:num_full]], dtype=np.int32)
+            cached = np.array([node.block_of(kinds.block) for node in added.nodes[:num_full]], dtype=np.int32)
             own = blocks[kinds.block, :num_full]
-            others = np.flatnonzero((known != 0) & (own != 0) & (known != own))
+            others = np.flatnonzero((cached != 0) & (own != 0) & (cached != own))
             if others.size:
-                group.exchange((np.full_like(others, row), others), known[others])
+                group.exchange((np.full_like(others, row), others), cached[others])
 
     def let_go_of_past(self, groups: Sequence[LayerGroup]) -> None:
-        """Lets the rows of a cache give back what has left their windows, now that it is known."""
+        """Lets the rows of a cache give back what has left their windows, now that it is cached."""
         for group in groups:
             group.restrict_to_window()
 
     def _quantize(self, kinds: _Kinds, group: LayerGroup, row: int, blocks: np.ndarray) -> None:
-        """Makes the codes of full blocks `[num_kinds, n]` of a row that are exact, where they are not known yet."""
-        known = [self.index.node_of(kinds.block, block_id) is not None for block_id in blocks[kinds.block].tolist()]
-        exact = np.flatnonzero((blocks[kinds.exact] != 0) & ~np.array(known, dtype=bool))
+        """Makes the codes of full blocks `[num_kinds, n]` of a row that are exact and not cached yet."""
+        is_cached = [self.index.node_of(kinds.block, block_id) is not None for block_id in blocks[kinds.block].tolist()]
+        exact = np.flatnonzero((blocks[kinds.exact] != 0) & ~np.array(is_cached, dtype=bool))
         group.quantize((np.full_like(exact, row), exact))
 
     def attach(self, file: StoreFile, roots: Sequence[PrefixNode], device_of: Callable[[int], torch.device]) -> None:
-        """Makes known what a file has. Its blocks are read when they are first wanted.
+        """Adds what a file has. Its blocks are read when they are first wanted.
 
         Args:
             file: the file, of the same model.
@@ -210,14 +210,14 @@ class CachedBlocks:
         """
         self._saved = SavedBlocks(file, self._pools, self._kinds_of_blocks(), device_of)
         nodes: list[PrefixNode] = []
-        runs = file.runs
-        columns = (runs.parent.tolist(), runs.tree.tolist(), runs.num_tokens.tolist())
-        for run, (parent, tree, num_tokens) in enumerate(zip(*columns, strict=True)):
+        saved = file.nodes
+        columns = (saved.parent.tolist(), saved.tree.tolist(), saved.num_tokens.tolist())
+        for place, (parent, tree, num_tokens) in enumerate(zip(*columns, strict=True)):
             node = roots[tree] if parent < 0 else nodes[parent]
-            nodes.append(self.index.add_saved(node, runs.tokens[run, :num_tokens], run))
+            nodes.append(self.index.add_saved(node, saved.tokens[place, :num_tokens], place))
 
     def detach(self) -> None:
-        """Lets go of the file, after all runs were forgotten."""
+        """Lets go of the file, after all nodes were forgotten."""
         self._saved = None
 
     def hold(self, roots: Sequence[PrefixNode]) -> HeldBlocks:
@@ -229,20 +229,20 @@ class CachedBlocks:
         return HeldBlocks(self.index, roots, self._pools, self._kinds_of_blocks(), self._saved)
 
     def names_under(self, roots: Iterable[PrefixNode]) -> set[int]:
-        """The numbers below zero that stand in the runs under some roots in the place of tokens."""
-        runs = b"".join(node.run for root in roots for node in self.index.runs_after(root))
-        tokens = tokens_of(runs)
+        """The numbers below zero that stand for names in the nodes under some roots."""
+        keys = b"".join(node.key for root in roots for node in self.index.nodes_after(root))
+        tokens = tokens_of(keys)
         return set(tokens[tokens < 0].tolist())
 
     def is_held(self, node: PrefixNode) -> bool:
-        """Whether some row holds a block of a run."""
+        """Whether some row holds a block of a node."""
         return any(
             block_id and allocator.references(np.array(block_id)) > 0
             for block_id, allocator in zip(node.blocks, self.allocators, strict=True)
         )
 
     def remove(self, node: PrefixNode) -> None:
-        """Forgets a run and all that follow it; of a root all that follow it."""
+        """Forgets a node and all that follow it; of a root, all that follow it."""
         self._forget(self.index.remove(node))
 
     def evict(self, num_bytes: int) -> int:
@@ -274,13 +274,13 @@ class CachedBlocks:
         return length
 
     def _has(self, kinds: _Kinds, node: PrefixNode, in_memory: bool) -> bool:
-        """Whether a group can read a run: by its block, or, as codes are made of full ones only, its exact block."""
+        """Whether a group can read a node. Codes are made of full blocks only, so others need an exact block."""
         is_readable = kinds.exact is None or node.num_tokens == self._block_size
-        is_readable = is_readable or self._is_known(kinds.exact, node, in_memory)
-        return is_readable and self._is_known(kinds.block, node, in_memory)
+        is_readable = is_readable or self._is_cached(kinds.exact, node, in_memory)
+        return is_readable and self._is_cached(kinds.block, node, in_memory)
 
-    def _is_known(self, kind: int, node: PrefixNode, in_memory: bool) -> bool:
-        """Whether a run has a block of a kind, in memory or, unless only that counts, in the file."""
+    def _is_cached(self, kind: int, node: PrefixNode, in_memory: bool) -> bool:
+        """Whether a node has a block of a kind: in memory, or also in the file."""
         return node.block_of(kind) != 0 or (not in_memory and self._is_saved(kind, node))
 
     @contextmanager
@@ -288,8 +288,8 @@ class CachedBlocks:
         """Has blocks in memory, read from the file if need be, and holds them meanwhile.
 
         Args:
-            rows: runs of each row.
-            is_read: bool `[kinds, num_rows, width]`, the blocks of them that are wanted, as far as they are known.
+            rows: nodes of each row.
+            is_read: bool `[kinds, num_rows, width]`, their blocks that are wanted, as far as they are cached.
 
         Raises:
             OutOfBlocksError: there is no room.
@@ -300,7 +300,7 @@ class CachedBlocks:
             # What is there is held first, so that room for the rest is not made by giving it up.
             for kind, allocator in enumerate(self.allocators):
                 wanted = zip(rows, is_read[kind], strict=True)
-                nodes = dict.fromkeys(nodes[run] for nodes, read in wanted for run in np.flatnonzero(read).tolist())
+                nodes = dict.fromkeys(nodes[place] for nodes, read in wanted for place in np.flatnonzero(read).tolist())
                 present = np.array([node.block_of(kind) for node in nodes], dtype=np.int32)
                 allocator.acquire(present)
                 held.append((allocator, present))
@@ -313,7 +313,7 @@ class CachedBlocks:
                 allocator.release(block_ids)
 
     def _read_in(self, missing: Sequence[Sequence[PrefixNode]], held: list[tuple[BlockAllocator, np.ndarray]]) -> None:
-        """Reads the blocks of runs, for each kind those of `missing`, and adds them to what is held."""
+        """Reads the blocks of the nodes in `missing`, for each kind, and adds them to what is held."""
         self._saved.make_layers()
         taken: dict[int, np.ndarray] = {}
         for kind in reversed(range(len(self._pools))):  # exact blocks first, as where rows grow
@@ -322,14 +322,14 @@ class CachedBlocks:
                 held.append((self.allocators[kind], taken[kind]))
         for kind, block_ids in taken.items():
             self._saved.read(kind, missing[kind], block_ids)
-        # Known only now: after a failure they are free blocks.
+        # Cached only now: after a failure they are free blocks.
         for kind, block_ids in taken.items():
             for node, block_id in zip(missing[kind], block_ids.tolist(), strict=True):
                 self.index.set_block(node, kind, block_id)
             self.allocators[kind].mark_cached(block_ids.tolist())
 
     def _is_saved(self, kind: int, node: PrefixNode) -> bool:
-        """Whether a run has a block of a kind in the file."""
+        """Whether a node has a block of a kind in the file."""
         return self._saved is not None and self._saved.places(node)[kind] >= 0
 
     def _kinds_of_blocks(self) -> list[tuple[int | None, bool]]:
@@ -351,11 +351,11 @@ class _Forget:
     It knows the index weakly, so that a store that is given up does not stay because of its pools.
     """
 
-    def __init__(self, known: CachedBlocks, kind: int) -> None:
-        self._known = weakref.ref(known)
+    def __init__(self, cached: CachedBlocks, kind: int) -> None:
+        self._cached = weakref.ref(cached)
         self._kind = kind
 
     def __call__(self, block_id: int) -> None:
-        known = self._known()
-        if known is not None:
-            known._forget(known.index.remove_block(self._kind, block_id))
+        cached = self._cached()
+        if cached is not None:
+            cached._forget(cached.index.remove_block(self._kind, block_id))

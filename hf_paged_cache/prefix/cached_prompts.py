@@ -1,4 +1,4 @@
-"""What a store knows, by model and salt: trees of tokens, and of the names that images have in the place of tokens."""
+"""What a store has cached, by model and salt: trees of tokens, with names in the place of those of images."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from hf_paged_cache.prefix.tree import Match, PrefixNode, tokens_of
 
 
 class HeldPrompts(NamedTuple):
-    """What one model has made known, held so that it can be saved.
+    """What one model has committed, held so that it can be saved.
 
     Attributes:
         blocks: its blocks.
@@ -34,7 +34,7 @@ class HeldPrompts(NamedTuple):
 
 
 class CachedPrompts:
-    """The prompts and answers that a store knows. Whoever calls a method holds the lock of the pools.
+    """The prompts and answers that a store has cached. Whoever calls a method holds the lock of the pools.
 
     Args:
         blocks: what keeps their blocks.
@@ -50,19 +50,19 @@ class CachedPrompts:
         self._blocks = blocks
 
     def match(self, namespace: Namespace, prompts: Prompts) -> list[Match]:
-        """What is known of each row of a batch."""
+        """What is cached of each row of a batch."""
         tree = self._tree(namespace)
-        named = (self.names.known(*row) for row in zip(prompts.rows, prompts.spans, strict=True))
+        named = (self.names.named(*row) for row in zip(prompts.rows, prompts.spans, strict=True))
         return [self._blocks.index.match(tree, tokens) for tokens in named]
 
     def begin(
         self, groups: Sequence[LayerGroup], request: Request, matches: Sequence[Match]
     ) -> tuple[int, np.ndarray, str]:
-        """Lets the groups of an empty cache begin with what is known of the prompts.
+        """Lets the groups of an empty cache begin with what is cached of the prompts.
 
         Returns:
-            How many columns that is; how many of them are padding in each row, int32 `[num_rows]`; and why it is not
-            more, in words, if something that is known is left out.
+            How many columns that is; how many of them are padding in each row, int32 `[num_rows]`; and in words why
+            something that is cached is left out, if it is.
         """
         num_columns, why = self._columns(request, matches), ""
         try:
@@ -81,7 +81,7 @@ class CachedPrompts:
         spans: Sequence[Spans],
         placeholders: Sequence[int],
     ) -> int:
-        """Makes rows of a cache known, each up to the first token of which it is not known what it stands for.
+        """Caches rows, each up to the first token that stands for something nobody has named.
 
         Args:
             groups: of the cache.
@@ -91,7 +91,7 @@ class CachedPrompts:
             placeholders: tokens that always stand for something.
 
         Returns:
-            Tokens of all rows that are known now.
+            Tokens of all rows that are cached now.
         """
         tree, num_tokens = self._tree(namespace), 0
         for row, (tokens, named_spans) in enumerate(zip(rows, spans, strict=True)):
@@ -105,16 +105,16 @@ class CachedPrompts:
         return num_tokens
 
     def nodes(self) -> list[CachedNode]:
-        """What is known, block by block: a run of tokens comes after the one that it follows."""
-        runs: list[CachedNode] = []
+        """What is cached, block by block: parents come first."""
+        nodes: list[CachedNode] = []
         for namespace, root in self.trees.items():
             places: dict[PrefixNode | None, int | None] = {root: None}
-            for node in self._blocks.index.runs_after(root):
-                places[node] = len(runs)
-                tokens, keys = real_tokens(tokens_of(node.run), self.names)
+            for node in self._blocks.index.nodes_after(root):
+                places[node] = len(nodes)
+                tokens, keys = real_tokens(tokens_of(node.key), self.names)
                 is_held = self._blocks.is_held(node)
-                runs.append(CachedNode(tokens, places[node.parent], is_held, namespace.salt, keys))
-        return runs
+                nodes.append(CachedNode(tokens, places[node.parent], is_held, namespace.salt, keys))
+        return nodes
 
     def clear(self) -> None:
         """Forgets everything. Blocks that caches hold stay theirs."""
@@ -125,24 +125,24 @@ class CachedPrompts:
         self._blocks.detach()
 
     def hold(self, identity: Identity) -> HeldPrompts:
-        """Holds what a model has made known."""
+        """Holds what a model has committed."""
         trees = {space: root for space, root in self.trees.items() if space.identity == identity}
         used = self._blocks.names_under(trees.values())
         names = {number: name for number, name in self.names.items() if number in used}
         return HeldPrompts(self._blocks.hold(list(trees.values())), [space.salt for space in trees], names)
 
     def attach(self, file: StoreFile, identity: Identity, device_of: Callable[[int], torch.device]) -> None:
-        """Makes known what a file of the model has, see `CachedBlocks.attach`."""
+        """Adds what a file of the model has, see `CachedBlocks.attach`."""
         self.trees = {Namespace(identity, salt): self._blocks.index.new_root() for salt in file.salts}
         self.names = Names(file.names.items())
         self._blocks.attach(file, list(self.trees.values()), device_of)
 
     def _columns(self, request: Request, matches: Sequence[Match], *, in_memory: bool = False) -> int:
         """How many columns a cache is to begin with."""
-        num_known = self._blocks.common_columns(request.prompts, matches, in_memory=in_memory)
-        limit = request.columns_to_begin_with(num_known)
-        if limit == num_known:
-            return num_known
+        num_cached = self._blocks.common_columns(request.prompts, matches, in_memory=in_memory)
+        limit = request.columns_to_begin_with(num_cached)
+        if limit == num_cached:
+            return num_cached
         return self._blocks.common_columns(request.prompts, matches, limit, in_memory=in_memory)
 
     def _adopt(
@@ -156,6 +156,6 @@ class CachedPrompts:
 
     def _tree(self, namespace: Namespace) -> PrefixNode:
         if namespace not in self.trees:
-            self.trees = {known: root for known, root in self.trees.items() if root.children is not None}
+            self.trees = {other: root for other, root in self.trees.items() if root.children is not None}
             self.trees[namespace] = self._blocks.index.new_root()
         return self.trees[namespace]

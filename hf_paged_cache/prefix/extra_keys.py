@@ -172,24 +172,24 @@ class Names:
         return [*self._names.items()]
 
     def with_shifts(self, spans: Spans) -> Spans:
-        """Spans that are known, with the shifts that they were computed with."""
+        """Spans with the shifts that their names were cached with."""
         return tuple(
             span if span.name is None else span._replace(name=self._newest.get(span.name[:-1], span.name))
             for span in spans
         )
 
-    def known(self, tokens: np.ndarray, spans: Spans) -> np.ndarray:
+    def named(self, tokens: np.ndarray, spans: Spans) -> np.ndarray:
         """Tokens of a row with names in the place of spans, up to the first span that has none: int64 `[n]`."""
-        named = tokens.copy()
+        with_names = tokens.copy()
         for start, stop, name in spans:
             number = None if name is None else self._numbers.get(name)
             if number is None or stop > len(tokens):
-                return named[:start]
-            named[start:stop] = number
-        return named
+                return with_names[:start]
+            with_names[start:stop] = number
+        return with_names
 
     def learn(self, tokens: np.ndarray, spans: Spans) -> np.ndarray:
-        """`known`, after spans that nobody has named so far were given names."""
+        """`named`, after spans that nobody has named so far were given names."""
         for span in spans:
             if span.name is None or span.stop > len(tokens):
                 break
@@ -198,7 +198,7 @@ class Names:
                 self._numbers[span.name] = self._next
                 self._next -= 1
             self._newest[span.name[:-1]] = span.name
-        return self.known(tokens, spans)
+        return self.named(tokens, spans)
 
     @property
     def may_be_unused(self) -> bool:

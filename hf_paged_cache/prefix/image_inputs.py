@@ -1,4 +1,4 @@
-"""The inputs of `generate` beside tokens: what they may change, and which of them a known beginning leaves out."""
+"""The inputs of `generate` beside tokens: what they may change, and which of them a cached prefix leaves out."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -90,12 +90,12 @@ def _holds_arrays(value: Any) -> bool:
 def inputs_after(
     num_columns: int, prompts: Prompts, names: Sequence[str], inputs: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """What is left of the inputs of `generate` when the first columns are known, which end in no image.
+    """What is left of the inputs of `generate` when the first columns are cached, which end in no image.
 
     A model puts the features of all images that it is given in the place of all placeholders that it is given.
 
     Args:
-        num_columns: columns that are known.
+        num_columns: columns that are cached.
         prompts: the prompts.
         names: the inputs that belong to images.
         inputs: all inputs.

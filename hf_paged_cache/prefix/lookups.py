@@ -1,4 +1,4 @@
-"""Caches that begin with what is known of a batch of prompts."""
+"""Caches that begin with what is cached of a batch of prompts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ class Lookups:
     Args:
         model: the model.
         root: an empty cache on the pools of the store.
-        blocks, prompts: what is known.
+        blocks, prompts: what is cached.
         never: why nothing of the model can ever be reused; empty if something can.
     """
 
@@ -63,7 +63,7 @@ class Lookups:
         cache = self._begin(request, namespace, num_computed, why, is_unknown=is_unknown, positions=positions)
         num_columns = cache.num_columns
         if not request.beside.images:
-            prompts.check_known(num_columns, cache.provenance.why)
+            prompts.check_cached(num_columns, cache.provenance.why)
         if copies == 1:
             return cache
         if reuse and num_columns < prompts.num_columns - 1 and request.can_be_computed_first:
@@ -81,12 +81,12 @@ class Lookups:
         is_unknown: bool = False,
         positions: Positions | None = None,
     ) -> PagedCache:
-        """A cache with what is known of the prompts.
+        """A cache with what is cached of the prompts.
 
         Args:
-            num_computed: tokens that this very call has computed and made known.
+            num_computed: tokens that this very call has computed and cached.
             why: why nothing may be looked up; empty if it may.
-            is_unknown: whether nothing may become known of it either.
+            is_unknown: whether nothing of it may be committed either.
             positions: of the prompts, if they come with images that move positions.
         """
         prompts = request.prompts
@@ -123,11 +123,11 @@ class Lookups:
             return 0
         with self._lock:
             matches = self._prompts.match(namespace, prompts)
-            known = [
+            cached = [
                 self._blocks.usable_tokens(match, len(tokens) - 1)
                 for match, tokens in zip(matches, prompts.rows, strict=True)
             ]
-        parts = plan_parts(prompts.rows, known, prompts.padding.tolist(), least_saved=self._root.block_size)
+        parts = plan_parts(prompts.rows, cached, prompts.padding.tolist(), least_saved=self._root.block_size)
         num_computed, caches = 0, []
         for row, num_tokens in parts:
             try:
@@ -139,7 +139,7 @@ class Lookups:
         return num_computed
 
     def compute(self, tokens: np.ndarray, namespace: Namespace) -> PagedCache:
-        """Computes and makes known all of `tokens`; the cache that holds them."""
+        """Computes and caches all of `tokens`; the cache that holds them."""
         # One more, for which `generate` may go on; what it is does not matter.
         ids = torch.from_numpy(np.append(tokens, tokens[-1:]))[None].to(self._model.device)
         cache = self._begin(read_request(self._model, ids, torch.ones_like(ids), None, {}, divides=False), namespace)

@@ -17,7 +17,7 @@ class Prompts(NamedTuple):
         rows: tokens of each row, int64 `[n]`, padding left out.
         padding: int32 `[num_rows]`, leading columns of each row that are not tokens.
         num_columns: columns of the batch.
-        why_unknown: why nothing can be known of it from its tokens alone, in words; empty if it can.
+        why_unknown: why its tokens alone do not tell its keys and values, in words; empty if they do.
         spans: of each row the tokens that stand for something else; `()` where there are none.
     """
 
@@ -44,12 +44,12 @@ class Prompts(NamedTuple):
         cut = (span.start for span in self.spans[row] if span.start < num_tokens < span.stop)
         return next(cut, num_tokens)
 
-    def check_known(self, num_columns: int, why: str) -> None:
-        """Raises `InvalidArgumentError` if images that are not given belong to columns that are not known.
+    def check_cached(self, num_columns: int, why: str) -> None:
+        """Raises `InvalidArgumentError` if images that are not given belong to columns that are not cached.
 
         Args:
-            num_columns: columns that are known.
-            why: why it is not more, in words; empty for no reason but that nothing more was known.
+            num_columns: columns that are cached.
+            why: why it is not more, in words; empty for no reason but that nothing more was cached.
         """
         missing = sum(
             span.stop - span.start
@@ -59,7 +59,7 @@ class Prompts(NamedTuple):
         )
         if missing:
             raise InvalidArgumentError(
-                f"{missing} tokens of the prompt stand for images or the like that are not known under this "
+                f"{missing} tokens of the prompt stand for images or the like that are not cached under this "
                 f"extra_key{f' ({why})' if why else ''}: pass these inputs to `cache_for` and `generate`"
             )
 

@@ -15,7 +15,7 @@ class Positions(NamedTuple):
     """The positions of a prompt under multimodal rotary embeddings.
 
     Attributes:
-        ids: int64 `[axes, batch, tokens]` or `[batch, tokens]`. Of what is known only those behind the last image are
+        ids: int64 `[axes, batch, tokens]` or `[batch, tokens]`. Of what is cached only those behind the last image are
             certain to be right.
         shifts: int64 `[batch, 1]`, how much further tokens behind the prompt are than they would be without images.
     """
@@ -39,12 +39,12 @@ class StoreProvenance:
 
     Attributes:
         store: what knows the tokens of its blocks.
-        namespace: under which they are known.
-        rows: what each row is known to begin with, int64 `[n]`, padding left out: the prompt, and what was committed.
+        namespace: under which they are cached.
+        rows: what each row is sure to begin with, int64 `[n]`, padding left out: the prompt, and what was committed.
         padding: int32 `[num_rows]`, leading columns of each prompt that are not tokens.
         reused_tokens: tokens of all rows whose keys and values were not computed for this cache.
-        why: why it is not more, in words; empty if there is no reason but that nothing more was known.
-        is_unknown: whether nothing may become known of it either.
+        why: why it is not more, in words; empty if there is no reason but that nothing more was cached.
+        is_unknown: whether nothing of it may be committed either.
         spans: of each row the tokens that stand for something else, such as images.
         positions: of the prompts, under multimodal rotary embeddings; of each prompt once, whatever stands how often.
         is_certain: whether the outputs of `generate` tell what each row holds. They do not any more when rows have been
@@ -91,7 +91,7 @@ class StoreProvenance:
         return replace(self, rows=rows, is_certain=self.is_certain and not is_cut)
 
     def committed(self, rows: list[np.ndarray]) -> "StoreProvenance":
-        """With the tokens that have become known."""
+        """With the tokens that have been committed."""
         longer = [max(tokens, before, key=len) for tokens, before in zip(rows, self.rows, strict=True)]
         return replace(self, rows=longer)
 
@@ -103,7 +103,7 @@ class StoreProvenance:
         ends: Sequence[int],
         pads: Sequence[int],
     ) -> list[np.ndarray]:
-        """The tokens, int64 `[n]`, that each row of the cache is known to hold.
+        """The tokens, int64 `[n]`, that each row of the cache is sure to hold.
 
         Args:
             num_columns: columns of the cache.

@@ -1,4 +1,4 @@
-"""A batch of prompts as `generate` is going to get it, and what may be looked up and become known of it."""
+"""A batch of prompts as `generate` is going to get it, and what of it may be looked up and committed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ class Request:
         inputs: all other inputs of `generate`.
         beside: those of them that keys and values depend on.
         prompts: the rows.
-        why: why nothing can be known of it, in words; empty if something can.
-        divides: whether inputs of images that are known are left out.
-        has_certain_positions: whether it is known how far each image that has a key moves the tokens behind it.
+        why: why nothing of it can be cached, in words; empty if something can.
+        divides: whether inputs of images that are cached are left out.
+        has_certain_positions: whether it is certain how far each image that has a key moves the tokens behind it.
     """
 
     input_ids: torch.Tensor
@@ -40,7 +40,7 @@ class Request:
 
     @property
     def why_less(self) -> str:
-        """Why only a part of it can be known, in words; empty if all can."""
+        """Why only a part of it can be cached, in words; empty if all can."""
         unnamed = [
             pad + span.start
             for spans, pad in zip(self.prompts.spans, self.prompts.padding.tolist(), strict=True)
@@ -53,14 +53,14 @@ class Request:
             return f"it is not certain how far the images from column {min(unnamed)} on move what follows"
         return f"tokens from column {min(unnamed)} on depend on images or the like that no extra_key= names"
 
-    def columns_to_begin_with(self, num_known: int) -> int:
-        """How many columns, up to `num_known`, a cache may begin with, so that the rest can be computed."""
-        if self.beside.images and (not self.divides or self.inputs_after(num_known) is None):
-            return min(num_known, self.prompts.columns_before_images)
-        return num_known
+    def columns_to_begin_with(self, num_cached: int) -> int:
+        """How many columns, up to `num_cached`, a cache may begin with, so that the rest can be computed."""
+        if self.beside.images and (not self.divides or self.inputs_after(num_cached) is None):
+            return min(num_cached, self.prompts.columns_before_images)
+        return num_cached
 
     def inputs_after(self, num_columns: int) -> dict[str, Any] | None:
-        """What `generate` has to be given beside `input_ids` and `attention_mask`, if these columns are known; `None`
+        """What `generate` has to be given beside `input_ids` and `attention_mask`, if these columns are cached; `None`
         if that is not certain."""
         if not self.divides:
             return dict(self.inputs)

@@ -101,13 +101,13 @@ class RopePositions:
     def after_images(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: Any, spans: Sequence[Spans]
     ) -> Positions:
-        """The positions of prompts of which all images are known: right for what is to be computed behind them.
+        """The positions of prompts of which all images are cached: right for what is to be computed behind them.
 
         Args:
             input_ids: `[batch, tokens]`.
             attention_mask: of the same shape.
             cache: holds the beginning of the prompts.
-            spans: of each row, those of known images.
+            spans: of each row, those of cached images.
         """
         sums = [[sum(span.name.shift for span in row if span.name is not None)] for row in spans]
         shifts = torch.tensor(sums, device=input_ids.device)

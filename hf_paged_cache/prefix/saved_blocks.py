@@ -12,7 +12,7 @@ from hf_paged_cache.codecs import Geometry
 from hf_paged_cache.errors import StoreFileError
 from hf_paged_cache.memory.group_pool import GroupPool
 from hf_paged_cache.prefix.store_file import StoreFile, TensorToWrite
-from hf_paged_cache.prefix.store_format import Runs, SavedKind
+from hf_paged_cache.prefix.store_format import SavedKind, SavedNodes
 from hf_paged_cache.prefix.tree import PrefixIndex, PrefixNode, tokens_of
 
 
@@ -38,7 +38,7 @@ class SavedBlocks:
     ) -> None:
         if [(kind.window, kind.is_exact) for kind in file.kinds] != [*kinds]:
             raise StoreFileError(f"{file.path} has blocks of other layer groups than the model. Save the store again")
-        for kind, (pool, num_blocks) in enumerate(zip(pools, file.runs.num_blocks, strict=True)):
+        for kind, (pool, num_blocks) in enumerate(zip(pools, file.nodes.num_blocks, strict=True)):
             for layer_idx, geometry in file.kinds[kind].layers.items():
                 for name, plane in pool.empty_planes(layer_idx, geometry, num_blocks).items():
                     file.check_plane(kind, layer_idx, name, plane)
@@ -47,8 +47,8 @@ class SavedBlocks:
         self._device_of = device_of
 
     def places(self, node: PrefixNode) -> Sequence[int]:
-        """Where the blocks of a run stand in the file, for each kind; -1 for nowhere."""
-        return (-1,) * len(self._pools) if node.saved < 0 else self.file.runs.places[:, node.saved]
+        """Where the blocks of a node stand in the file, for each kind; -1 for nowhere."""
+        return (-1,) * len(self._pools) if node.saved < 0 else self.file.nodes.places[:, node.saved]
 
     def geometries(self) -> list[dict[int, Geometry]]:
         """For each kind the layers that have such blocks, in memory or in the file.
@@ -79,14 +79,14 @@ class SavedBlocks:
                 pool.layer_of(layer_idx, geometry)
 
     def read(self, kind: int, nodes: Sequence[PrefixNode], block_ids: np.ndarray) -> None:
-        """Reads the blocks of runs that are in the file into blocks of a pool.
+        """Reads the blocks of nodes that are in the file into blocks of a pool.
 
         Args:
             kind: of the blocks.
-            nodes: the runs, at least one.
+            nodes: the nodes, at least one.
             block_ids: int32 `[len(nodes)]`
         """
-        pool, places = self._pools[kind], self.file.runs.places[kind, [node.saved for node in nodes]]
+        pool, places = self._pools[kind], self.file.nodes.places[kind, [node.saved for node in nodes]]
         for layer_idx, layer in pool.layers.items():
             for name in layer.planes_by_name:
                 pool.write_blocks(layer_idx, name, self.file.read_plane(kind, layer_idx, name, places), block_ids)
@@ -111,7 +111,7 @@ class HeldBlocks:
         saved: where the others can be read.
 
     Attributes:
-        runs: the token runs, with the places that their blocks are to have.
+        nodes: the nodes, with the places that their blocks are to have.
         kinds: the kinds of blocks.
         tensors: the planes of all layers.
 
@@ -127,19 +127,19 @@ class HeldBlocks:
         kinds: Sequence[tuple[int | None, bool]],
         saved: SavedBlocks | None,
     ) -> None:
-        branches = [list(index.runs_after(root)) for root in roots]
+        branches = [list(index.nodes_after(root)) for root in roots]
         nodes = [node for branch in branches for node in branch]
-        number = dict.fromkeys(roots, -1) | {node: run for run, node in enumerate(nodes)}
+        number = dict.fromkeys(roots, -1) | {node: place for place, node in enumerate(nodes)}
         tokens = np.zeros((len(nodes), index.block_size), dtype=np.int32)
-        for run, node in enumerate(nodes):
-            tokens[run, : node.num_tokens] = tokens_of(node.run)
+        for place, node in enumerate(nodes):
+            tokens[place, : node.num_tokens] = tokens_of(node.key)
         shape = (len(nodes), len(pools))
         self._block_ids = np.array([node.blocks for node in nodes], dtype=np.int32).reshape(shape).T
         places = np.full(shape[::-1], -1, dtype=np.int64)
         if saved is not None:
             places = np.array([saved.places(node) for node in nodes], dtype=np.int64).reshape(shape).T
         is_there = (self._block_ids != 0) | (places >= 0)
-        self.runs = Runs(
+        self.nodes = SavedNodes(
             tokens=tokens,
             num_tokens=np.array([node.num_tokens for node in nodes], dtype=np.int64),
             parent=np.array([number[node.parent] for node in nodes], dtype=np.int64),
@@ -151,7 +151,7 @@ class HeldBlocks:
         self.tensors: list[TensorToWrite] = []
         for kind, (pool, chosen) in enumerate(zip(pools, is_there, strict=True)):
             file = None if saved is None else saved.file
-            num_tokens, block_ids = self.runs.num_tokens[chosen], self._block_ids[kind, chosen]
+            num_tokens, block_ids = self.nodes.num_tokens[chosen], self._block_ids[kind, chosen]
             blocks = _BlocksToWrite(pool, num_tokens, block_ids, file, kind, places[kind, chosen])
             self.tensors += blocks.tensors(self.kinds[kind])
         self._allocators = [pool.allocator for pool in pools]
@@ -212,8 +212,12 @@ class _BlocksToWrite(NamedTuple):
             yield blocks
 
     def _unwritten(self, layer_idx: int, name: str) -> torch.Tensor:
-        """What no token of a run is in, where somebody else's prompt may have left something: bool `[n, block_size]`,
-        or `[n]` for codes, which are made of full blocks only, and for what the first token of a block decides."""
+        """Where no token of a node is, and somebody else's prompt may have left something.
+
+        Returns:
+            bool `[n, block_size]`; `[n]` for codes, which are made of full blocks only, and for what the first token
+            of a block decides.
+        """
         block_size = self.pool.block_size
         if name in self.pool.block_planes(layer_idx):
             return torch.from_numpy(self.num_tokens == 0)

@@ -44,7 +44,7 @@ class _Progress(StoppingCriteria):
 
 
 class Session(InProcess):
-    """A conversation on a store: every turn begins with what is known, and is known afterwards.
+    """A conversation on a store: every turn begins with what is cached, and is cached afterwards.
 
     ```python
     >>> with store.session() as chat:
@@ -74,7 +74,7 @@ class Session(InProcess):
         self.close()
 
     def close(self) -> None:
-        """Lets go of the last turn. What is known of it stays in the store while there is room."""
+        """Lets go of the last turn. What it has cached stays in the store while there is room."""
         self.cache = self._progress = None
 
     @property
@@ -87,12 +87,12 @@ class Session(InProcess):
         """`model.generate`, with what the store knows of the prompt.
 
         Options are read as `generate` reads them. Where it has to begin with an empty cache (assisted decoding, token
-        healing, `custom_generate`) nothing is reused. An answer that cannot be made known is returned all the same,
+        healing, `custom_generate`) nothing is reused. An answer that cannot be committed is returned all the same,
         with a warning. One that was interrupted is in `sequences`, see `keep_interrupted`.
 
         Args:
             input_ids: `[batch, tokens]`, the whole conversation.
-            extra_key: see `BlockStore.cache_for`. Images that are known are left out of what the model is given.
+            extra_key: see `BlockStore.cache_for`. Images that are cached are left out of what the model is given.
             **inputs: what `generate` takes.
 
         Returns:
@@ -124,11 +124,11 @@ class Session(InProcess):
             self.store.commit(cache, output)
         except Exception as error:  # the answer is there all the same
             is_unforeseen = not isinstance(error, PagedCacheError)
-            logger.warning("a turn is not known to the store: %s", error, exc_info=is_unforeseen)
+            logger.warning("a turn was not committed to the store: %s", error, exc_info=is_unforeseen)
         return output
 
     def keep_interrupted(self) -> int:
-        """Makes known what an interrupted turn has computed: by Ctrl-C, by a streamer or a callback that raised, or by
+        """Commits what an interrupted turn has computed: by Ctrl-C, by a streamer or a callback that raised, or by
         `OutOfBlocksError`.
 
         A forward pass that stopped half-way is taken back, and drafts of assisted decoding that were not accepted yet.
@@ -142,7 +142,7 @@ class Session(InProcess):
         ```
 
         Returns:
-            Tokens of all rows that are known now; 0 if nothing was computed.
+            Tokens of all rows that are cached now; 0 if nothing was computed.
 
         Raises:
             CacheStateError: there is no turn, or the model has changed since.

@@ -1,4 +1,4 @@
-"""`BlockStore`: blocks that outlive a call, found again by the tokens that they hold."""
+"""`BlockStore`: blocks that outlive a call, found again by their tokens."""
 
 import gc
 import os
@@ -35,9 +35,9 @@ class BlockStore(InProcess):
 
     ```python
     >>> store = BlockStore(model, memory="1GiB")
-    >>> cache = store.cache_for(**inputs)  # what is known of the prompt is in it
+    >>> cache = store.cache_for(**inputs)  # begins with what is cached of the prompt
     >>> output = model.generate(**inputs, past_key_values=cache)
-    >>> store.commit(cache, output)  # what was computed is known from now on
+    >>> store.commit(cache, output)  # caches prompt and answer
     ```
 
     A prompt is matched token by token from its beginning, and `generate` computes the rest, at least the last token.
@@ -45,7 +45,7 @@ class BlockStore(InProcess):
     what was used longest ago is given up, the ends of sequences first. What a changed model has computed is not found
     any more, see `invalidate` for changes that cannot be seen.
 
-    Calls may come from several threads: each takes the lock of the pools for as long as it changes what is known.
+    Calls may come from several threads: each takes the lock of the pools while it changes the index.
 
     Args:
         model: a decoder-only model with `generate`.
@@ -77,19 +77,19 @@ class BlockStore(InProcess):
         self._root = PagedCache(model.config, kv=kv, block_size=block_size, memory=memory, backend=backend)
         self._identity = ModelIdentity(model, kv, block_size)
         check_room_for_a_block(self._root, model)
-        self._known = CachedBlocks(self._root.groups, block_size)
-        self._prompts = CachedPrompts(self._known)
+        self._cached = CachedBlocks(self._root.groups, block_size)
+        self._prompts = CachedPrompts(self._cached)
         self._lock = self._root.lock
         self._pins: dict[int, Pin] = {}
         self._counts = Counts()
         self._dtype: str | None = None
         self._never = why_never(self._root, model)
-        self._lookups = Lookups(model, self._root, self._known, self._prompts, self._never)
+        self._lookups = Lookups(model, self._root, self._cached, self._prompts, self._never)
 
     def __repr__(self) -> str:
         stats = self.stats()
         return (
-            f"BlockStore({stats.blocks_cached} blocks known, {stats.hit_tokens} of {stats.lookup_tokens} tokens of "
+            f"BlockStore({stats.blocks_cached} blocks cached, {stats.hit_tokens} of {stats.lookup_tokens} tokens of "
             f"{stats.lookups} prompts reused)"
         )
 
@@ -105,7 +105,7 @@ class BlockStore(InProcess):
         extra_key: str | Sequence[Any] | None = None,
         **inputs: Any,
     ) -> PagedCache:
-        """A cache that begins with what is known of a batch of prompts.
+        """A cache that begins with what is cached of a batch of prompts.
 
         `generate` goes on from one column in all rows. The shortest cached prefix in the batch decides.
 
@@ -114,14 +114,14 @@ class BlockStore(InProcess):
             attention_mask: `[batch, tokens]`, with padding on the left.
             copies: beams or samples of each row: rows stand that many times in a row, and their prompts are computed
                 here, once, if they come without images.
-            reuse: whether to look anything up; an empty cache otherwise, of which everything may become known. For
+            reuse: whether to look anything up. Otherwise the cache is empty, and can be committed all the same. For
                 assisted decoding, which transformers can only begin with an empty cache.
-            share: compute here what several rows begin with, once, and what some rows lack that others know, where
-                that saves work. Otherwise only what is known already is in the cache.
+            share: where it saves work, compute here once what several rows begin with, and what is cached for other
+                rows only. Otherwise the cache begins with what is cached already.
             salt: nothing is shared between callers with different ones.
             extra_key: names what is in the input beside tokens (images, say): one text for all of it, or a list with a
                 text for each image, in the order of their placeholder tokens. For several rows a list with the key of
-                each row, or `None`. From the first placeholder on that no key names, nothing is known. With the
+                each row, or `None`. Nothing is cached from the first placeholder on that no key names. With the
                 images, what comes before the first of them is reused; later turns may leave them out and give the keys
                 only, and reuse all. See `cache_and_inputs`.
             **inputs: the other inputs of `generate`, if there are any.
@@ -131,7 +131,7 @@ class BlockStore(InProcess):
 
         Raises:
             InvalidArgumentError: an argument has no meaning, there are not as many keys as images, or images that a
-                key names are neither given nor known.
+                key names are neither given nor cached.
             OutOfBlocksError: `copies` prompts do not fit beside what other caches hold.
         """
         request = read_request(self.model, input_ids, attention_mask, extra_key, inputs, divides=False)
@@ -180,7 +180,7 @@ class BlockStore(InProcess):
         return cache
 
     def commit(self, cache: PagedCache, output: Any) -> int:
-        """Makes known what a cache from `cache_for` holds.
+        """Caches what a cache from `cache_for` holds.
 
         After beam search, which moves rows, the prompts; else all tokens up to the end of each answer. A cache knows no
         tokens, so the output has to be what was generated with it last.
@@ -190,14 +190,14 @@ class BlockStore(InProcess):
             output: what `generate` returned: ids `[batch, tokens]`, prompts included, or an object with `sequences`.
 
         Returns:
-            Tokens of all rows that are known now.
+            Tokens of all rows that are cached now.
 
         Raises:
             InvalidArgumentError: the cache is not of this store, or `output` does not begin with its prompts.
             CacheStateError: the model has changed since `cache_for`, a forward pass stopped half-way, or the cache was
                 not given the prompts of `cache_for` under their mask.
         """
-        if not isinstance(cache, PagedCache) or cache.provenance is None or cache.provenance.store is not self._known:
+        if not isinstance(cache, PagedCache) or cache.provenance is None or cache.provenance.store is not self._cached:
             raise InvalidArgumentError("commit takes a cache that `cache_for` of this store has made")
         if cache.provenance.is_unknown or not cache.get_seq_length():
             return 0
@@ -231,7 +231,7 @@ class BlockStore(InProcess):
         return Session(self, salt)
 
     def pin(self, input_ids: torch.Tensor, *, salt: str | None = None) -> Pin:
-        """Computes a prompt if it is not known, and keeps it until `release()` of what is returned, or `clear()`.
+        """Computes a prompt if it is not cached, and keeps it until `release()` of what is returned, or `clear()`.
 
         Args:
             input_ids: `[tokens]` or `[1, tokens]`: a system prompt, or a document.
@@ -276,7 +276,7 @@ class BlockStore(InProcess):
             Bytes that became free: fewer if caches and pins hold the rest. The memory stays the store's.
         """
         with self._lock:
-            return self._known.evict(num_bytes)
+            return self._cached.evict(num_bytes)
 
     def invalidate(self) -> None:
         """Forgets everything, because the model has changed.
@@ -289,7 +289,7 @@ class BlockStore(InProcess):
             self.clear()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes what is known with the present model to a file, for `load`.
+        """Writes what the present model has committed to a file, for `load`.
 
         A file that is there is replaced when the new one is whole and on the disk, and stays if anything goes wrong.
         Salts and extra keys are in the file as text, and tokens can be read from it like the prompts themselves.
@@ -305,14 +305,14 @@ class BlockStore(InProcess):
         with self._lock:
             held, salts, names = self._prompts.hold(identity)
         try:
-            write_store_file(path, identity, salts, names, held.kinds, held.runs, held.tensors)
+            write_store_file(path, identity, salts, names, held.kinds, held.nodes, held.tensors)
         finally:
             with self._lock:
                 held.release()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Any, *, memory: int | str, backend: Any = None) -> "BlockStore":
-        """A store that knows what another one has saved, also one of another process.
+        """A store with what another one has saved, also one of another process.
 
         `kv` and `block_size` are as they were. Only the index is read now. Blocks are read when a prompt first begins
         with their tokens, and again when they were given up since; so the file may be larger than `memory`, and has to
@@ -345,17 +345,17 @@ class BlockStore(InProcess):
                 hit_tokens=self._counts.hit_tokens,
                 hit_ratio=self._counts.hit_tokens / max(self._counts.lookup_tokens, 1),
                 committed_tokens=self._counts.committed_tokens,
-                nodes=self._known.index.num_nodes,
-                blocks_cached=sum(allocator.num_cached for allocator in self._known.allocators),
-                bytes_cached=self._known.num_bytes,
+                nodes=self._cached.index.num_nodes,
+                blocks_cached=sum(allocator.num_cached for allocator in self._cached.allocators),
+                bytes_cached=self._cached.num_bytes,
                 bytes_allocated=cache.bytes_allocated,
-                reclaimed_blocks=sum(allocator.reclaimed_blocks for allocator in self._known.allocators),
+                reclaimed_blocks=sum(allocator.reclaimed_blocks for allocator in self._cached.allocators),
                 copies=cache.copies,
                 why=self._never,
             )
 
     def nodes(self) -> list[CachedNode]:
-        """What is known, block by block: a run of tokens comes after the one that it follows."""
+        """What is cached, block by block: parents come first."""
         with self._lock:
             return self._prompts.nodes()
 

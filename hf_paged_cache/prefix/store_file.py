@@ -1,13 +1,13 @@
-"""The file of a `BlockStore`: what it knows, and the blocks with it, for another process.
+"""The file of a `BlockStore`: its index and its blocks, for another process.
 
 A safetensors file. What identifies the model and tells what is there is in its metadata, the rest are tensors:
 
-    runs.tokens                int32 [runs, block_size]   token runs, each after the one that it follows; names below 0
-    runs.num_tokens            int64 [runs]               tokens of each
-    runs.parent, runs.tree     int64 [runs]               the run before (-1: none), the tree
-    runs.places                int64 [kinds, runs]        where its block of each kind stands in the planes (-1: none)
+    nodes.tokens               int32 [nodes, block_size]  tokens of each node, parents first; names are below 0
+    nodes.num_tokens           int64 [nodes]              how many there are
+    nodes.parent, nodes.tree   int64 [nodes]              the node before (-1: none), the tree
+    nodes.places               int64 [kinds, nodes]       where its block of each kind stands in the planes (-1: none)
     layers.7.key               [num_kv_heads, blocks, ..] the planes of layer 7, as its codec stores them
-    layers.7.exact.key           the same of its exact blocks
+    layers.7.exact.key         the same of its exact blocks
 
 A file is opened by mapping it into memory, and a block is read when it is asked for.
 
@@ -34,7 +34,7 @@ from safetensors import SafetensorError, safe_open
 from hf_paged_cache.errors import StoreFileError
 from hf_paged_cache.prefix.extra_keys import Name
 from hf_paged_cache.prefix.identity import Identity, kv_of_text
-from hf_paged_cache.prefix.store_format import DTYPE_NAMES, Runs, SavedKind
+from hf_paged_cache.prefix.store_format import DTYPE_NAMES, SavedKind, SavedNodes
 
 FORMAT = "hf_paged_cache.BlockStore"
 VERSION = "2"
@@ -70,9 +70,9 @@ class StoreFile:
         identity: what its keys and values depend on beside their tokens.
         kv: how they are stored, as `BlockStore` takes it.
         salts: the salt of each tree.
-        names: what numbers below zero stand for in the runs.
+        names: what numbers below zero stand for in the nodes.
         kinds: the kinds of blocks.
-        runs: the token runs.
+        nodes: the nodes.
 
     Raises:
         OSError: it cannot be opened.
@@ -96,11 +96,13 @@ class StoreFile:
             self.salts: list[str | None] = [*json.loads(metadata["salts"])]
             self.names = {number: Name(*name) for number, name in json.loads(metadata["names"])}
             self.kinds = [SavedKind.from_json(kind) for kind in json.loads(metadata["kinds"])]
-            self.runs = Runs(*(self._file.get_tensor(f"runs.{name}").numpy().copy() for name in Runs._fields))
+            self.nodes = SavedNodes(
+                *(self._file.get_tensor(f"nodes.{name}").numpy().copy() for name in SavedNodes._fields)
+            )
         except (LookupError, TypeError, ValueError, AttributeError, SafetensorError) as error:
             raise self._error(f"cannot be understood ({type(error).__name__}: {error})") from error
-        is_sound = self.runs.are_sound(len(self.kinds), len(self.salts), self.identity.block_size)
-        if not is_sound or not {*self.runs.tokens[self.runs.tokens < 0].tolist()} <= {*self.names}:
+        is_sound = self.nodes.are_sound(len(self.kinds), len(self.salts), self.identity.block_size)
+        if not is_sound or not {*self.nodes.tokens[self.nodes.tokens < 0].tolist()} <= {*self.names}:
             raise self._error("has an index that refers to what is not there")
 
     def check_identity(self, identity: Identity) -> None:
@@ -138,7 +140,7 @@ class StoreFile:
             `[heads, n, ...]`, on the CPU, a copy.
         """
         plane = self._file.get_slice(self.kinds[kind].plane_name(layer_idx, name))
-        # Runs that follow each other stand next to each other.
+        # Nodes that follow each other stand next to each other.
         neighbours = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
         return torch.cat([plane[heads, int(part[0]) : int(part[-1]) + 1] for part in neighbours], dim=1)
 
@@ -152,7 +154,7 @@ def write_store_file(
     salts: Sequence[str | None],
     names: Mapping[int, Name],
     kinds: Sequence[SavedKind],
-    runs: Runs,
+    nodes: SavedNodes,
     planes: Sequence[TensorToWrite],
 ) -> None:
     """Writes a file in the place of the one that is at `path`, if any: whole and for good, or not at all.
@@ -161,9 +163,9 @@ def write_store_file(
         path: the file.
         identity: what the keys and values depend on beside their tokens.
         salts: the salt of each tree.
-        names: what numbers below zero stand for in the runs.
+        names: what numbers below zero stand for in the nodes.
         kinds: the kinds of blocks.
-        runs: the token runs.
+        nodes: the nodes.
         planes: the planes of each layer and kind, named by `SavedKind.plane_name`.
 
     Raises:
@@ -179,7 +181,7 @@ def write_store_file(
         "kinds": json.dumps([kind.as_json() for kind in kinds]),
     }
     header: dict[str, Any] = {"__metadata__": metadata}
-    tensors, end = [*planes, *map(_index_tensor, Runs._fields, runs)], 0
+    tensors, end = [*planes, *map(_index_tensor, SavedNodes._fields, nodes)], 0
     for tensor in tensors:
         start, end = end, end + prod(tensor.shape) * tensor.dtype.itemsize
         header[tensor.name] = {
@@ -200,7 +202,7 @@ def write_store_file(
 def _index_tensor(name: str, values: np.ndarray) -> TensorToWrite:
     dtype = _INDEX_DTYPES.get(name, torch.int64)
     tensor = torch.from_numpy(values).to(dtype, copy=True, memory_format=torch.contiguous_format)
-    return TensorToWrite(f"runs.{name}", tensor.dtype, tuple(tensor.shape), lambda: [tensor])
+    return TensorToWrite(f"nodes.{name}", tensor.dtype, tuple(tensor.shape), lambda: [tensor])
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What a store file says about the blocks in it: their token runs, and the kinds of blocks with their shapes."""
+"""What a store file says about the blocks in it: their nodes, and the kinds of blocks with their shapes."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -60,15 +60,15 @@ class SavedKind(NamedTuple):
         return cls(values["window"], values["is_exact"], layers)
 
 
-class Runs(NamedTuple):
-    """The token runs of a file, each after the one that it follows.
+class SavedNodes(NamedTuple):
+    """The nodes of a file, each after its parent.
 
     Attributes:
-        tokens: int32 `[runs, block_size]`; 0 behind the last one of a run.
-        num_tokens: int64 `[runs]`
-        parent: int64 `[runs]`, the run before; -1 at the beginning of a tree.
-        tree: int64 `[runs]`
-        places: int64 `[kinds, runs]`, where the blocks of each kind stand in the planes; -1 for none.
+        tokens: int32 `[nodes, block_size]`; 0 behind the last one of a node.
+        num_tokens: int64 `[nodes]`
+        parent: int64 `[nodes]`, the node before; -1 at the beginning of a tree.
+        tree: int64 `[nodes]`
+        places: int64 `[kinds, nodes]`, where the blocks of each kind stand in the planes; -1 for none.
     """
 
     tokens: np.ndarray

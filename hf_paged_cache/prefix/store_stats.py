@@ -10,11 +10,11 @@ from hf_paged_cache.prefix.provenance import StoreProvenance
 
 @dataclass(frozen=True, eq=False)
 class CachedNode:
-    """Tokens of one block that a store knows.
+    """Tokens of one cached block.
 
     Attributes:
         tokens: int64 `[n]`.
-        parent: place of the run before it in the list; `None` at the beginning of a prompt.
+        parent: place in the list of the node before it; `None` at the beginning of a prompt.
         is_held: whether a cache, a session or a pin holds its block, so that it is not given up.
         salt: under which it is found.
         extra_keys: keys of what some of the tokens stand for, such as images.
@@ -34,15 +34,15 @@ class StoreStats:
     Attributes:
         lookups: prompts that were looked up, each row of a batch by itself.
         lookup_tokens: tokens of them.
-        hit_tokens: those that were not computed, as they were known, or shared with another row.
+        hit_tokens: those that were not computed, as they were cached, or shared with another row.
         hit_ratio: `hit_tokens / lookup_tokens`.
         committed_tokens: tokens that `commit` was given.
-        nodes: runs of up to `block_size` tokens that are known, those in a file included.
-        blocks_cached: blocks in memory whose content is known, exact ones included.
+        nodes: nodes of up to `block_size` tokens, those in a file included.
+        blocks_cached: cached blocks in memory, exact ones included.
         bytes_cached: bytes of those.
         bytes_allocated: bytes of the pools.
         reclaimed_blocks: blocks that were given up for others.
-        copies: blocks that were copied because a cache wrote into one that is known or shared.
+        copies: blocks that were copied because a cache wrote into one that is cached or shared.
         why: why nothing is ever reused with this model; empty if it is.
     """
 

@@ -1,13 +1,13 @@
-"""The prefix index: which token runs have keys and values in which blocks. It knows tokens and block ids, no tensors.
+"""The prefix index: which blocks hold the keys and values of which tokens. It knows tokens and block ids, no tensors.
 
-A radix tree. A node is a run of one block's tokens that follows the runs of its parents, and is found by those tokens
-themselves, so no collision of hashes can serve a wrong block:
+A radix tree. The key of a node is the tokens of one block, which follow those of its parents. Nodes are found by these
+tokens themselves, so no collision of hashes can serve a wrong block:
 
     root -- [The cat sat on] -- [the mat and saw] -- [the dog]        block_size = 4
                              \\- [the hat of my aunt ..
 
-Only runs of `block_size` tokens have children. A shorter one, the end of what was known when it came, gives way to a
-longer one that begins with it.
+Only nodes of `block_size` tokens have children. A shorter node ends what was cached when it came. It gives way to a
+longer one that begins with its tokens.
 """
 
 from bisect import bisect_left, insort
@@ -28,22 +28,22 @@ _COUNT, _NUMBER = 2**_COUNT_BITS - 1, 2**_NUMBER_BITS - 1
 
 
 class PrefixNode:
-    """A run of tokens, and its blocks.
+    """Up to `block_size` tokens, and their blocks.
 
     Attributes:
-        parent: the run before; `None` for a root.
-        run: its tokens, `TOKEN_BYTES` each.
+        parent: the node before; `None` for a root.
+        key: the tokens, `TOKEN_BYTES` each.
         blocks: for each kind of block its id; 0 where there is none.
-        children: the runs after; in a form of its own, as most nodes have one.
+        children: the nodes after. Most nodes have one, which stands here itself.
         saved: place of its blocks in a file that they can be read from; -1 for none.
     """
 
     # There are many nodes, and one number takes a third of what a tuple of ids and a slot for the place do.
-    __slots__ = ("_numbers", "children", "parent", "run")
+    __slots__ = ("_numbers", "children", "key", "parent")
 
-    def __init__(self, parent: "PrefixNode | None", run: bytes, num_kinds: int) -> None:
+    def __init__(self, parent: "PrefixNode | None", key: bytes, num_kinds: int) -> None:
         self.parent = parent
-        self.run = run
+        self.key = key
         self.children: PrefixNode | _Children | None = None
         self._numbers = num_kinds  # without blocks, and in no file
 
@@ -75,20 +75,20 @@ class PrefixNode:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.run) // TOKEN_BYTES
+        return len(self.key) // TOKEN_BYTES
 
-    def child(self, run: bytes) -> "PrefixNode | None":
-        """The child with exactly this run."""
+    def child(self, key: bytes) -> "PrefixNode | None":
+        """The child with exactly this key."""
         children = self.children
         if isinstance(children, _Children):
-            return children.by_run.get(run)
-        return children if children is not None and children.run == run else None
+            return children.by_key.get(key)
+        return children if children is not None and children.key == key else None
 
-    def nearest(self, run: bytes) -> "tuple[PrefixNode | None, int]":
-        """The child that shares the longest beginning with `run`, and how many tokens that is."""
+    def nearest(self, key: bytes) -> "tuple[PrefixNode | None, int]":
+        """The child that shares the longest beginning with `key`, and how many tokens that is."""
         best, most = None, 0
-        for child in self._neighbours(run):
-            common = _common_tokens(child.run, run)
+        for child in self._neighbours(key):
+            common = _common_tokens(child.key, key)
             if common > most:
                 best, most = child, common
         return best, most
@@ -104,50 +104,50 @@ class PrefixNode:
     def remove(self, child: "PrefixNode") -> None:
         if isinstance(self.children, _Children):
             self.children.remove(child)
-            if len(self.children.runs) == 1:
-                self.children = self.children.by_run[self.children.runs[0]]
+            if len(self.children.keys) == 1:
+                self.children = self.children.by_key[self.children.keys[0]]
         else:
             self.children = None
 
     def __iter__(self) -> Iterator["PrefixNode"]:
         """The children, in the order of their tokens."""
         if isinstance(self.children, _Children):
-            yield from (self.children.by_run[run] for run in self.children.runs)
+            yield from (self.children.by_key[key] for key in self.children.keys)
         elif self.children is not None:
             yield self.children
 
-    def _neighbours(self, run: bytes) -> "list[PrefixNode]":
-        """The children next to `run` in the order of tokens; one of them shares the longest beginning."""
+    def _neighbours(self, key: bytes) -> "list[PrefixNode]":
+        """The children next to `key` in the order of tokens; one of them shares the longest beginning."""
         children = self.children
         if not isinstance(children, _Children):
             return [] if children is None else [children]
-        place = bisect_left(children.runs, run)
-        return [children.by_run[near] for near in children.runs[max(place - 1, 0) : place + 1]]
+        place = bisect_left(children.keys, key)
+        return [children.by_key[near] for near in children.keys[max(place - 1, 0) : place + 1]]
 
 
 class _Children:
-    """Several children: by their runs, and in the order of their tokens."""
+    """Several children: by their keys, and in the order of these."""
 
-    __slots__ = ("by_run", "runs")
+    __slots__ = ("by_key", "keys")
 
     def __init__(self, first: PrefixNode) -> None:
-        self.by_run = {first.run: first}
-        self.runs = [first.run]
+        self.by_key = {first.key: first}
+        self.keys = [first.key]
 
     def add(self, child: PrefixNode) -> None:
-        self.by_run[child.run] = child
-        insort(self.runs, child.run)
+        self.by_key[child.key] = child
+        insort(self.keys, child.key)
 
     def remove(self, child: PrefixNode) -> None:
-        del self.by_run[child.run]
-        del self.runs[bisect_left(self.runs, child.run)]
+        del self.by_key[child.key]
+        del self.keys[bisect_left(self.keys, child.key)]
 
 
 class Match(NamedTuple):
-    """What is known of a sequence of tokens.
+    """What is cached of a sequence of tokens.
 
     Attributes:
-        nodes: the runs that it begins with. The last one may have more tokens than it shares with the sequence.
+        nodes: the nodes that it begins with. The last one may have more tokens than it shares with the sequence.
         num_tokens: tokens that are shared.
     """
 
@@ -159,9 +159,9 @@ class Insertion(NamedTuple):
     """What inserting a sequence has changed.
 
     Attributes:
-        nodes: its runs.
+        nodes: those of the sequence.
         taken: `(kind, block id)` of the blocks that are in the index since.
-        dropped: those that are not any more, as a longer run took their place.
+        dropped: those that are not any more, as a longer node took their place.
     """
 
     nodes: list[PrefixNode]
@@ -170,15 +170,15 @@ class Insertion(NamedTuple):
 
 
 class PrefixIndex:
-    """Token runs and their blocks.
+    """Trees of tokens and their blocks.
 
-    A run has a block of each kind: in every layer group one, and an exact one besides where a codec has those.
+    A node has a block of each kind: one in every layer group, and an exact one besides where a codec has those.
 
     Args:
-        block_size: tokens a run.
+        block_size: tokens a node, at most.
         num_kinds: kinds of blocks.
-        required: kinds without which a run, and all that follow it, cannot be read. Of others there may be blocks of
-            some runs only: those of a window, say.
+        required: kinds without which a node, and all that follow it, cannot be read. Of other kinds only some nodes
+            may have blocks: those within a window, say.
     """
 
     def __init__(self, block_size: int, num_kinds: int, required: Sequence[int]) -> None:
@@ -194,45 +194,45 @@ class PrefixIndex:
         return PrefixNode(None, b"", self._num_kinds)
 
     def match(self, root: PrefixNode, tokens: np.ndarray) -> Match:
-        """The longest beginning of `tokens`, int `[n]`, that is known under `root`."""
-        data, run_bytes = _as_bytes(tokens), self.block_size * TOKEN_BYTES
+        """The longest beginning of `tokens`, int `[n]`, that is cached under `root`."""
+        data, key_bytes = _as_bytes(tokens), self.block_size * TOKEN_BYTES
         nodes, node, start = [], root, 0
-        while (child := node.child(data[start : start + run_bytes])) is not None:
+        while (child := node.child(data[start : start + key_bytes])) is not None:
             nodes.append(child)
-            node, start = child, start + len(child.run)
-        nearest, common = node.nearest(data[start : start + run_bytes])
+            node, start = child, start + len(child.key)
+        nearest, common = node.nearest(data[start : start + key_bytes])
         if nearest is not None:
             nodes.append(nearest)
         return Match(nodes, start // TOKEN_BYTES + common)
 
     def insert(self, root: PrefixNode, tokens: np.ndarray, blocks: np.ndarray) -> Insertion:
-        """Makes the runs of a sequence known. Blocks that are known for them already stay.
+        """Adds a sequence. A node that is there already keeps its blocks.
 
         Args:
             root: the beginning of the tree.
             tokens: int `[n]`.
-            blocks: int `[num_kinds, ceil(n / block_size)]`, the blocks of its runs; 0 for none.
+            blocks: int `[num_kinds, ceil(n / block_size)]`, the blocks of its nodes; 0 for none.
         """
-        data, run_bytes = _as_bytes(tokens), self.block_size * TOKEN_BYTES
+        data, key_bytes = _as_bytes(tokens), self.block_size * TOKEN_BYTES
         result, node = Insertion([], [], []), root
-        for start, own in zip(range(0, len(data), run_bytes), blocks.T.tolist(), strict=True):
-            run = data[start : start + run_bytes]
-            node = node.child(run) or self._grown(node, run, result) or self._new(node, run)
+        for start, own in zip(range(0, len(data), key_bytes), blocks.T.tolist(), strict=True):
+            key = data[start : start + key_bytes]
+            node = node.child(key) or self._grown(node, key, result) or self._new(node, key)
             for kind, block_id in enumerate(own):
-                # What a longer run has is known of it; what a shorter one has is its own.
-                if block_id and not node.block_of(kind) and len(node.run) == len(run):
+                # A node that is longer than what was asked for keeps its blocks to itself.
+                if block_id and not node.block_of(kind) and len(node.key) == len(key):
                     self.set_block(node, kind, block_id)
                     result.taken.append((kind, block_id))
             result.nodes.append(node)
         return result
 
     def node_of(self, kind: int, block_id: int) -> PrefixNode | None:
-        """The run whose block this is."""
+        """The node whose block this is."""
         nodes = self._nodes[kind]
         return nodes[block_id] if block_id < len(nodes) else None
 
     def set_block(self, node: PrefixNode, kind: int, block_id: int) -> None:
-        """Gives a run a block of a kind that it has none of."""
+        """Gives a node a block of a kind that it has none of."""
         node.set_block(kind, block_id)
         nodes = self._nodes[kind]
         if block_id >= len(nodes):
@@ -240,13 +240,13 @@ class PrefixIndex:
         nodes[block_id] = node
 
     def add_saved(self, parent: PrefixNode, tokens: np.ndarray, place: int) -> PrefixNode:
-        """Makes a run known that is in a file, at this place, after `parent`: int `[n]` tokens, new to it."""
+        """Adds a node after `parent` whose blocks are at a place in a file: int `[n]` tokens, new to `parent`."""
         node = self._new(parent, _as_bytes(tokens))
         node.saved = place
         return node
 
-    def runs_after(self, root: PrefixNode) -> Iterator[PrefixNode]:
-        """All runs of a tree, each after the one that it follows, and those of a branch one after the other."""
+    def nodes_after(self, root: PrefixNode) -> Iterator[PrefixNode]:
+        """All nodes of a tree, each after its parent, and those of a branch one after the other."""
         waiting = [*root][::-1]
         while waiting:
             node = waiting.pop()
@@ -270,7 +270,7 @@ class PrefixIndex:
         return []
 
     def remove(self, node: PrefixNode) -> list[tuple[int, int]]:
-        """Forgets a run and all that follow it; for a root, only those.
+        """Forgets a node and all that follow it; for a root, only those.
 
         Returns:
             `(kind, block id)` of their blocks.
@@ -287,26 +287,26 @@ class PrefixIndex:
             self._prune(node.parent)
         return dropped
 
-    def _new(self, parent: PrefixNode, run: bytes) -> PrefixNode:
-        node = PrefixNode(parent, run, self._num_kinds)
+    def _new(self, parent: PrefixNode, key: bytes) -> PrefixNode:
+        node = PrefixNode(parent, key, self._num_kinds)
         parent.add(node)
         self.num_nodes += 1
         return node
 
-    def _grown(self, parent: PrefixNode, run: bytes, result: Insertion) -> PrefixNode | None:
-        """The child that `run` continues, or that continues `run`; `None` if there is none."""
-        nearest, common = parent.nearest(run)
-        if nearest is None or common * TOKEN_BYTES not in (len(nearest.run), len(run)):
+    def _grown(self, parent: PrefixNode, key: bytes, result: Insertion) -> PrefixNode | None:
+        """The child that `key` continues, or that continues `key`; `None` if there is none."""
+        nearest, common = parent.nearest(key)
+        if nearest is None or common * TOKEN_BYTES not in (len(nearest.key), len(key)):
             return None
-        if len(nearest.run) < len(run):
+        if len(nearest.key) < len(key):
             result.dropped.extend(self._drop_blocks(nearest))
             parent.remove(nearest)
-            nearest.run, nearest.saved = run, -1
+            nearest.key, nearest.saved = key, -1
             parent.add(nearest)
         return nearest
 
     def _prune(self, node: PrefixNode) -> None:
-        """Removes runs at the end of a branch that have nothing left."""
+        """Removes nodes at the end of a branch that have nothing left."""
         while node.parent is not None and node.children is None and node.saved < 0 and not any(node.blocks):
             node.parent.remove(node)
             self.num_nodes -= 1
@@ -327,9 +327,9 @@ def _as_bytes(tokens: np.ndarray) -> bytes:
     return np.ascontiguousarray(tokens, dtype=_TOKEN).tobytes()
 
 
-def tokens_of(run: bytes) -> np.ndarray:
-    """The tokens of a run, int64 `[num_tokens]`."""
-    return np.frombuffer(run, dtype=_TOKEN).astype(np.int64)
+def tokens_of(key: bytes) -> np.ndarray:
+    """The tokens of a key, int64 `[num_tokens]`."""
+    return np.frombuffer(key, dtype=_TOKEN).astype(np.int64)
 
 
 def _common_tokens(first: bytes, second: bytes) -> int:

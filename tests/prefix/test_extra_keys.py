@@ -80,18 +80,18 @@ def test_no_two_keys_have_one_name() -> None:
     learned = {tuple(names.learn(tokens, spans(key, tokens)).tolist()) for key, tokens in prompts}
     assert len(learned) == len({(str(spans(key, tokens)), len(tokens)) for key, tokens in prompts})
     for key, tokens in prompts:
-        named = names.known(tokens, spans(key, tokens))
+        named = names.named(tokens, spans(key, tokens))
         back, keys = real_tokens(named, names)
         assert back.tolist() == tokens.tolist()
         assert {*keys} == ({key} if isinstance(key, str) else {*key})
 
 
-def test_what_nobody_has_named_ends_what_is_known() -> None:
+def test_what_nobody_has_named_ends_what_is_cached() -> None:
     names = Names()
-    assert names.known(TOKENS, spans(["a", "b", "c"])).tolist() == [1]
+    assert names.named(TOKENS, spans(["a", "b", "c"])).tolist() == [1]
     assert names.learn(TOKENS[:2], spans(["a", "b", "c"])).tolist() == [1]  # the image is longer
     assert names.learn(TOKENS[:4], spans(["a", "b", "c"])).tolist() == [1, -1, -1, 2]
-    assert names.known(TOKENS, spans(["a", "c", "b"])).tolist() == [1, -1, -1, 2]
+    assert names.named(TOKENS, spans(["a", "c", "b"])).tolist() == [1, -1, -1, 2]
     assert names.learn(TOKENS, spans(None)).tolist() == [1]
     assert before_unknown(TOKENS, spans(None)[:2], [IMAGE, VIDEO]).tolist() == TOKENS[:5].tolist()
     assert before_unknown(TOKENS, spans(None), [IMAGE, VIDEO]).tolist() == TOKENS.tolist()
@@ -116,4 +116,4 @@ def test_names_that_nothing_has_are_forgotten_and_their_numbers_not_given_again(
     assert not names.may_be_unused
     assert [number for number, _ in names.items()] == [numbers[3], numbers[7]]
     assert int(names.learn(TOKENS[:4], spans(["new"], TOKENS[:4]))[1]) < min(numbers)
-    assert names.known(TOKENS[:4], spans(["5"], TOKENS[:4])).tolist() == [1]
+    assert names.named(TOKENS[:4], spans(["5"], TOKENS[:4])).tolist() == [1]

@@ -37,7 +37,7 @@ class TestAnswersThatTheStoreCannotKnow:
         expected = llama().generate(ids, **call(ids, 5))
         output = store.session().generate(ids, **call(ids, custom_generate=only_new_ids))
         assert output.equal(expected[:, 30:])
-        assert "a turn is not known to the store" in caplog.text
+        assert "a turn was not committed to the store" in caplog.text
         assert store.stats().committed_tokens == 0
 
     def test_a_function_of_ones_own_begins_with_an_empty_cache(self, llama, tokens):
@@ -66,7 +66,7 @@ class TestAnswersThatTheStoreCannotKnow:
         assert chat.cache.stats().reused_tokens == 0
 
     @pytest.mark.parametrize("error", [ValueError("unforeseen"), MemoryError(), CacheStateError("foreseen")], ids=repr)
-    def test_an_error_while_it_is_made_known(self, llama, tokens, caplog, monkeypatch, error):
+    def test_an_error_while_it_is_committed(self, llama, tokens, caplog, monkeypatch, error):
         store, ids = make_store(llama()), tokens(30)
 
         def fails(*_: Any) -> int:

@@ -589,7 +589,7 @@ class TestMemory:
         store, old, young = make_store(model, kv=kv), words(1, 64, seed=1), words(1, 64, seed=2)
         turn(store, old)
         turn(store, young)
-        kinds = store._known.allocators
+        kinds = store._cached.allocators
         of_young = [
             {node.blocks[kind] for key, node in nodes_of(store).items() if _begins(young, key[-1])} - {0}
             for kind in range(len(kinds))

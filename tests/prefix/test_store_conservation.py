@@ -172,7 +172,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(num_blocks=st.integers(1, 10))
     def evict(self, num_blocks: int) -> None:
-        evictable = [allocator for allocator in self.store._known.allocators if allocator.num_evictable]
+        evictable = [allocator for allocator in self.store._cached.allocators if allocator.num_evictable]
         oldest = min(evictable, key=lambda allocator: allocator.oldest, default=None)
         block = None if oldest is None else next(iter(oldest._evictable))
         self.store.evict(num_blocks * BLOCK_BYTES)
@@ -195,14 +195,14 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def no_block_is_lost(self) -> None:
         for store in self.stores:
-            for kind, allocator in enumerate(store._known.allocators):
+            for kind, allocator in enumerate(store._cached.allocators):
                 total = allocator.num_free + allocator.num_evictable + allocator.num_referenced
                 assert total == allocator.num_blocks - 1
-                known = [store._known.index.node_of(kind, block) for block in range(allocator.num_blocks)]
+                known = [store._cached.index.node_of(kind, block) for block in range(allocator.num_blocks)]
                 cached = [block for block in range(allocator.num_blocks) if allocator.is_cached(block)]
                 assert [block for block, node in enumerate(known) if node is not None] == cached
         if not self.live:
-            assert all(allocator.num_referenced == 0 for allocator in self.store._known.allocators)
+            assert all(allocator.num_referenced == 0 for allocator in self.store._cached.allocators)
 
     @invariant()
     def every_token_reads_back(self) -> None:

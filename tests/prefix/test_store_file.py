@@ -56,7 +56,7 @@ def num_allocated(store: BlockStore) -> int:
 def written_bytes(store: BlockStore, node: PrefixNode) -> dict[tuple[int, int, str], bytes]:
     """The bytes of a run in memory by kind, layer and plane, without slots that no token of it is in."""
     found = {}
-    for kind, pool in enumerate(store._known._pools):
+    for kind, pool in enumerate(store._cached._pools):
         block_id = node.blocks[kind]
         for layer_idx, layer in pool.layers.items():
             for name, plane in layer.planes_by_name.items():
@@ -201,7 +201,7 @@ class TestRoundTrip:
         learn(store, tokens(20))  # leaves a run of a few tokens, in a block of poison
         store.save(path)
         planes = load_file(path)
-        num_tokens = planes["runs.num_tokens"]
+        num_tokens = planes["nodes.num_tokens"]
         assert 0 < num_tokens[-1] < SIZE
         names = [name for name in planes if name.startswith("layers.") and "scale" not in name and "zero" not in name]
         for name in names:
@@ -257,7 +257,7 @@ class TestLazily:
             learn(store, tokens(length))
         loaded = saved_and_loaded(store, path)
         assert answer(loaded, tokens(100)) == answer(store, tokens(100))
-        blocks = {kinds.window: loaded._known.allocators[kinds.block].num_cached for kinds in loaded._known._groups}
+        blocks = {kinds.window: loaded._cached.allocators[kinds.block].num_cached for kinds in loaded._cached._groups}
         assert blocks[20] < blocks[None]
 
     def test_given_up_blocks_are_read_again(self, model, tokens, path):
@@ -281,7 +281,7 @@ class TestLazily:
         store = make_store(windowed(LAYER_TYPES, window=20), kv=kv)
         learn(store, tokens(90))
         store.save(path)
-        least = max(pool.block_bytes for pool in store._known._pools)
+        least = max(pool.block_bytes for pool in store._cached._pools)
         with pytest.raises(InvalidArgumentError, match="no room for one block"):
             BlockStore.load(path, store.model, memory=1)
         for memory in (2 * least, 6 * least, 12 * least):
@@ -351,7 +351,7 @@ class TestLazily:
         loaded.cache_for(tokens(50))
         loaded.clear()
         assert loaded.stats().nodes == 0
-        assert loaded._known._saved is None
+        assert loaded._cached._saved is None
         assert answer(loaded, tokens(50))[1] == 0
         check_unheld(loaded)
 

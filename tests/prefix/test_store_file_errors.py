@@ -105,16 +105,16 @@ class TestRefusal:
     )
     def test_an_index_that_refers_to_what_is_not_there(self, name, value, saved, model):
         def damage(tensors: dict[str, Tensor]) -> None:
-            tensors[f"runs.{name}"].view(-1)[0] = value
+            tensors[f"nodes.{name}"].view(-1)[0] = value
 
         rewrite(saved, tensors=damage)
         with pytest.raises(StoreFileError, match="refers to what is not there"):
             BlockStore.load(saved, model, memory="4MiB")
 
-    @pytest.mark.parametrize("name", ["layers.1.key_scale", "layers.2.exact.value", "runs.parent"])
+    @pytest.mark.parametrize("name", ["layers.1.key_scale", "layers.2.exact.value", "nodes.parent"])
     def test_a_missing_tensor(self, name, saved, model):
         rewrite(saved, tensors=lambda tensors: tensors.pop(name))
-        with pytest.raises(StoreFileError, match=name.removeprefix("runs.")):
+        with pytest.raises(StoreFileError, match=name.removeprefix("nodes.")):
             BlockStore.load(saved, model, memory="4MiB")
 
     def test_truncated_at_any_place(self, saved, model):

@@ -1,4 +1,4 @@
-"""The prefix index: which runs of tokens are known, and in which blocks. Runs of 4 tokens, ids that can be read."""
+"""The prefix index: which tokens are cached, and in which blocks. Nodes of 4 tokens, ids that can be read."""
 
 import random
 import tracemalloc
@@ -116,7 +116,7 @@ def test_token_ids_of_any_size_are_told_apart(index):
     add(index, root, [1, 0, 0, 2**31 - 1], 11)
     assert found(index, root, [1, 0, 0, 2**31 - 2]) == ([11], 3)
     assert found(index, root, [256, 0, 0, 0]) == ([], 0)
-    assert tokens_of(index.match(root, np.array([1])).nodes[0].run).tolist() == [1, 0, 0, 2**31 - 1]
+    assert tokens_of(index.match(root, np.array([1])).nodes[0].key).tolist() == [1, 0, 0, 2**31 - 1]
 
 
 def test_it_finds_what_a_plain_list_of_sequences_finds():

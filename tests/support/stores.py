@@ -50,28 +50,28 @@ def saved_and_loaded(store: BlockStore, path: Path) -> BlockStore:
 
 
 def nodes_of(store: BlockStore) -> dict[tuple[Any, ...], PrefixNode]:
-    """All runs of a store by salt and all tokens, as they are named, up to their end."""
+    """All nodes of a store by salt and all tokens, as they are named, up to their end."""
     found = {}
     for space, root in store._prompts.trees.items():
-        for node in store._known.index.runs_after(root):
-            runs, before = [], node
+        for node in store._cached.index.nodes_after(root):
+            keys, before = [], node
             while before.parent is not None:
-                runs.append(before.run)
+                keys.append(before.key)
                 before = before.parent
-            found[space.salt, b"".join(reversed(runs))] = node
+            found[space.salt, b"".join(reversed(keys))] = node
     return found
 
 
 def check_conserved(*stores: BlockStore) -> None:
-    """Every block is free, evictable or held, and what is known is found by its id."""
+    """Every block is free, evictable or held, and what is cached is found by its id."""
     for store in stores:
-        for kind, allocator in enumerate(store._known.allocators):
+        for kind, allocator in enumerate(store._cached.allocators):
             counts = (allocator.num_free, allocator.num_evictable, allocator.num_referenced)
             assert sum(counts) == allocator.num_blocks - 1
             assert len(set(allocator._free)) == allocator.num_free
-            known = {node.blocks[kind] for node in nodes_of(store).values()} - {0}
-            assert known == allocator._cached
-            assert not known & set(allocator._free)
+            cached = {node.blocks[kind] for node in nodes_of(store).values()} - {0}
+            assert cached == allocator._cached
+            assert not cached & set(allocator._free)
 
 
 def check_unheld(*stores: BlockStore) -> None:
@@ -79,4 +79,4 @@ def check_unheld(*stores: BlockStore) -> None:
     gc.collect()
     check_conserved(*stores)
     for store in stores:
-        assert all(allocator.num_referenced == 0 for allocator in store._known.allocators)
+        assert all(allocator.num_referenced == 0 for allocator in store._cached.allocators)
