@@ -197,7 +197,7 @@ class LayerGroup:
     def adopted(
         self, num_columns: int, padding: np.ndarray, block_ids: np.ndarray, exact_ids: np.ndarray | None
     ) -> list[Change]:
-        """What lets an empty group begin with known blocks, see `BlockTable.adopted`; every layer has their tokens."""
+        """What lets an empty group begin with cached blocks, see `BlockTable.adopted`; every layer has their tokens."""
         return [
             self.table.change_to(self.table.adopted(num_columns, padding, block_ids, exact_ids)),
             Change(self, {"lengths": dict.fromkeys(self.pool.layers, num_columns)}),

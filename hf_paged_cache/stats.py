@@ -21,7 +21,7 @@ class CacheStats:
             blocks have besides, are counted in bytes only.
         blocks_used: blocks that some row holds, also of a fork.
         blocks_free: blocks that hold nothing.
-        blocks_evictable: blocks that no row holds but whose content is still known.
+        blocks_evictable: cached blocks that no row holds.
         bytes_allocated: bytes of the tensors.
         bytes_used: bytes of the used blocks.
         bytes_peak: most bytes that were allocated at one time, copies made while growing included.

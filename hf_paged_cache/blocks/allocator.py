@@ -41,8 +41,8 @@ class BlockAllocator:
     A block is in one of three states, and `free + evictable + referenced == num_blocks - 1` always holds:
 
     - referenced: held by at least one row of a block table;
-    - evictable: held by none, but its content is known (`mark_cached`) and may be wanted again. Such blocks are kept in
-      the order they were released and are taken back, oldest first, when no free block is left;
+    - evictable: cached (`mark_cached`) and held by none. When no free block is left, such blocks are taken back, the
+      one that was released longest ago first;
     - free: neither.
 
     Block 0 is the null block. It stands in table entries that must not be read and is never handed out.
@@ -106,7 +106,7 @@ class BlockAllocator:
 
     @property
     def num_cached(self) -> int:
-        """Blocks whose content is known, held or not."""
+        """Cached blocks, held or not."""
         return len(self._cached)
 
     @property
@@ -131,7 +131,7 @@ class BlockAllocator:
         return int((self.references(block_ids) == counts).sum())
 
     def is_cached(self, block_id: int) -> bool:
-        """Whether the content of a block is known, see `mark_cached`."""
+        """Whether a block is cached, see `mark_cached`."""
         return block_id in self._cached
 
     def grow(self, num_blocks: int) -> None:
@@ -271,16 +271,16 @@ class BlockAllocator:
             references += np.bincount(held, minlength=num_blocks).astype(np.int32)
         references[NULL_BLOCK] = 0
         unheld = set(np.flatnonzero(references == 0).tolist()) - {NULL_BLOCK}
-        known = self._cached & unheld
+        unheld_and_cached = self._cached & unheld
         now = self.clock.tick()
         evictable = OrderedDict(
-            (block_id, released) for block_id, released in self._evictable.items() if block_id in known
+            (block_id, released) for block_id, released in self._evictable.items() if block_id in unheld_and_cached
         )
-        for block_id in sorted(known - evictable.keys()):
+        for block_id in sorted(unheld_and_cached - evictable.keys()):
             evictable[block_id] = now
-        unknown = unheld - known
-        still_free = dict.fromkeys(block_id for block_id in self._free if block_id in unknown)
-        self._free = [*still_free, *sorted(unknown - still_free.keys(), reverse=True)]
+        free = unheld - unheld_and_cached
+        still_free = dict.fromkeys(block_id for block_id in self._free if block_id in free)
+        self._free = [*still_free, *sorted(free - still_free.keys(), reverse=True)]
         self._references, self._evictable = references, evictable
 
     def _resize(self, num_blocks: int) -> None:

@@ -160,7 +160,7 @@ class BlockTable:
         if state.num_columns == 0 and state.num_rows != num_rows:
             state = TableState.empty(num_rows, state.generation)
         need = self._need(state, num_new, attended, record_past)
-        # Exact blocks first: to take the others may evict known ones, which cannot be undone.
+        # Exact blocks first: to take the others may evict cached ones, which cannot be undone.
         exact_count, count = need.exact_count, need.count
         exact_ids = self.exact.take(exact_count) if exact_count else _NOTHING
         new_ids = self._take(count) if count else _NOTHING
@@ -283,7 +283,7 @@ class BlockTable:
     def adopted(
         self, num_columns: int, padding: np.ndarray, block_ids: np.ndarray, exact_ids: np.ndarray | None
     ) -> TableState:
-        """An empty table that begins with blocks that are known, which it holds from then on like others do.
+        """An empty table that begins with cached blocks, which it holds from then on.
 
         Args:
             num_columns: columns of every row.
@@ -352,7 +352,7 @@ class BlockTable:
 
     def _rows_to_copy(self, state: TableState, rows: np.ndarray, old_lens: np.ndarray) -> list[int]:
         """Those of `rows`, which write on in their last block, that share it with others. The last of several such
-        rows keeps the block, unless its content is to stay known."""
+        rows keeps the block, unless it is cached."""
         blocks = state.block_ids[rows, old_lens[rows] // self.block_size]
         shared = self._allocator.must_be_copied(blocks)
         if not shared.any():

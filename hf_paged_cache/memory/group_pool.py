@@ -93,9 +93,9 @@ class GroupPool:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers of the group."""
-        known = [layer.block_bytes for layer in self.layers.values()]
-        missing = max(self._expected_layers - len(known), 0)
-        return sum(known) + missing * (known[-1] if known else 0)
+        present = [layer.block_bytes for layer in self.layers.values()]
+        missing = max(self._expected_layers - len(present), 0)
+        return sum(present) + missing * (present[-1] if present else 0)
 
     def block_bytes_of(self, layer_idx: int, geometry: Geometry) -> int:
         """Bytes of one block of a layer with keys and values of a geometry, its exact block included."""
@@ -163,7 +163,7 @@ class GroupPool:
         return self.allocator.allocate(count)
 
     def give_back_memory(self) -> None:
-        """Frees the tensors if no block is held or known. Layers may have other shapes and dtypes afterwards."""
+        """Frees the tensors if no block is held or cached. Layers may have other shapes and dtypes afterwards."""
         if self.allocator.shrink():
             opened = self.ledger.open(self)
             self._budget.remove(self.num_bytes)
@@ -265,7 +265,7 @@ class GroupPool:
             self._grow(count, missing)
 
     def _grow(self, needed: int, missing: int) -> None:
-        """Adds `missing` free blocks, or as many as the limits allow if known ones can make up for the others."""
+        """Adds `missing` free blocks, or as many as the limits allow if cached ones can make up for the others."""
         self.check_room(needed)
         present, allowed = self.allocator.num_blocks, self._allowed_blocks()
         if allowed is not None and (self._max_blocks is not None or self._is_only_group):
