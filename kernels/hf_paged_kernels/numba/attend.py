@@ -13,17 +13,9 @@ from numba import carray, njit
 
 from hf_paged_kernels.numba.call import CALL, PIECE_TYPE
 from hf_paged_kernels.numba.compiled import FLAGS, Kernel
+from hf_paged_kernels.numba.machine import LANES, LINE_BYTES, float_of_bits, pointer, take_number
 from hf_paged_kernels.numba.tiles import STRIP, TILE, fetch_strip, floats, locate, strip_of
-from hf_paged_kernels.numba.vectors import (
-    LANES,
-    LINE_BYTES,
-    float_of_bits,
-    make_accumulate,
-    make_dots,
-    maximum_of,
-    pointer,
-    take_number,
-)
+from hf_paged_kernels.numba.vectors import make_accumulate, make_dots, maximum_of
 
 MINUS_INFINITY = np.float32(-np.inf)
 LOG2_E = np.float32(1.4426950408889634)

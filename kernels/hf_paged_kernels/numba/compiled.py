@@ -12,7 +12,7 @@ from typing import Any
 from numba import cfunc, types
 from numba.core import event
 
-from hf_paged_kernels.numba.vectors import LANES
+from hf_paged_kernels.numba.machine import LANES
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from hf_paged_kernels.formats.blocks import Blocks, KVBlocks, Part
 from hf_paged_kernels.formats.grouped import MixedBlocks
 from hf_paged_kernels.formats.scaled import ScaledBlocks
 from hf_paged_kernels.numba.call import DTYPES
-from hf_paged_kernels.numba.vectors import LANES
+from hf_paged_kernels.numba.machine import LANES
 
 
 class Format(NamedTuple):

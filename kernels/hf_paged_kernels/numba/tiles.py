@@ -6,18 +6,14 @@ import numpy as np
 from numba import carray, njit
 
 from hf_paged_kernels.numba.compiled import FLAGS
+from hf_paged_kernels.numba.machine import LANES, fetch_ahead, float_of_bits, float_of_half, pointer
 from hf_paged_kernels.numba.vectors import (
-    LANES,
-    fetch_ahead,
     float_of_bfloats,
-    float_of_bits,
     float_of_e4m3s,
-    float_of_half,
     float_of_halves,
     float_of_int8s,
     make_unpack,
     make_widen,
-    pointer,
 )
 
 TILE = 64

@@ -1,4 +1,4 @@
-"""What Numba has no words for: vectors, reinterpreted bits, and memory at an address, as LLVM instructions.
+"""Loops over vectors, as LLVM instructions.
 
 Numba vectorizes simple loops by itself. It does not find the two loops that attention spends its time in, which keep
 a block of results in registers: what `make_dots` and `make_accumulate` make.
@@ -8,63 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import types, version_info
+from numba import types
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-FLOAT, HALF = ir.FloatType(), ir.HalfType()
-I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
-if version_info.short < (0, 62):
-    # The LLVM of older ones finds no instructions for some of what is asked for here, and ends the process.
-    raise ImportError(f"the kernels for CPUs need Numba 0.62 or newer, not {version_info.string}")
-_TRIPLE, _, _FEATURES = cpu_target.target_context.codegen().magic_tuple()
-if _TRIPLE.startswith(("x86_64", "i686")) and "+f16c" not in _FEATURES:
-    # LLVM would call a function that nothing provides, and end the process.
-    raise ImportError("the kernels for CPUs need a processor that converts float16 (F16C, since 2012)")
-LANES = 16 if "+avx512f" in _FEATURES else 8
-"""Floats in a vector, by the processor that Numba compiles for. LLVM takes several registers where one holds fewer."""
-LINE_BYTES = 64
-"""Of a line of the caches between processor and memory."""
+from hf_paged_kernels.numba.machine import FLOAT, HALF, I16, I32, I64, LANES
+
 VECTOR, HALVES, INTEGERS, WORDS, BYTES = (ir.VectorType(kind, LANES) for kind in (FLOAT, HALF, I32, I16, ir.IntType(8)))
-
-
-def _make_conversion(source: Any, target: Any, convert: Callable[[Any, Any], Any]) -> Callable:
-    """Makes a function of one number that is one or two instructions."""
-
-    @intrinsic
-    def conversion(typing_context: Any, number: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return convert(builder, args[0])
-
-        return target(source), generate
-
-    return conversion
-
-
-float_of_bits = _make_conversion(types.int32, types.float32, lambda builder, bits: builder.bitcast(bits, FLOAT))
-"""The float32 whose bits are those of an int32."""
-bits_of_float = _make_conversion(types.float32, types.int32, lambda builder, number: builder.bitcast(number, I32))
-"""The bits of a float32 as int32."""
-float_of_half = _make_conversion(
-    types.uint16, types.float32, lambda builder, bits: builder.fpext(builder.bitcast(bits, HALF), FLOAT)
-)
-"""The float32 that a float16, given by its bits as uint16, stands for."""
-pointer = _make_conversion(
-    types.int64, types.voidptr, lambda builder, address: builder.inttoptr(address, cgutils.voidptr_t)
-)
-"""An address as what `numba.carray` takes."""
-
-
-@intrinsic
-def take_number(typing_context: Any, address: Any) -> Any:
-    """The int64 at an address, which is 1 more for the next thread that asks."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        counter = builder.inttoptr(args[0], I64.as_pointer())
-        return builder.atomic_rmw("add", counter, I64(1), "seq_cst")
-
-    return types.int64(types.int64), generate
 
 
 def make_dots(num_vectors: int | None) -> Callable:
@@ -361,24 +311,6 @@ def _fused(builder: Any, first: Any, second: Any, summand: Any) -> Any:
     kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
     function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
     return builder.call(function, [first, second, summand])
-
-
-@intrinsic
-def fetch_ahead(typing_context: Any, address: Any, num_bytes: Any) -> Any:
-    """Asks for memory from an address on, which is going to be read soon, without waiting for it; for none if
-    `num_bytes` is not positive."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address, num_bytes = args
-        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, I32, I32, I32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        is_read, into_every_cache, is_data = I32(0), I32(3), I32(1)
-        with cgutils.for_range_slice(builder, I64(0), num_bytes, I64(LINE_BYTES)) as (offset, _):
-            place = builder.inttoptr(builder.add(address, offset), cgutils.voidptr_t)
-            builder.call(function, [place, is_read, into_every_cache, is_data])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
 
 
 @intrinsic

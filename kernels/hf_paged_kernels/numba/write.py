@@ -18,14 +18,9 @@ from hf_paged_kernels.numba import threads
 from hf_paged_kernels.numba.call import DTYPES
 from hf_paged_kernels.numba.checks import check_new
 from hf_paged_kernels.numba.compiled import EXACT_FLAGS, Kernel
+from hf_paged_kernels.numba.machine import bits_of_float, float_of_bits, pointer, take_number
 from hf_paged_kernels.numba.operands import address_of, operand
 from hf_paged_kernels.numba.tiles import bfloat_at, bytes_of, copy_rows, float_of_e4m3, floats
-from hf_paged_kernels.numba.vectors import (
-    bits_of_float,
-    float_of_bits,
-    pointer,
-    take_number,
-)
 from hf_paged_kernels.numba.workspace import Workspaces
 from hf_paged_kernels.step import StepMetadata
 from hf_paged_kernels.torch.write import quantize_new_blocks

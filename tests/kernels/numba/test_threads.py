@@ -98,7 +98,7 @@ def test_vectors_of_8_floats(tmp_path: Path) -> None:
     """As on processors with AVX2 only."""
     script = (
         "import pytest, sys\n"
-        "from hf_paged_kernels.numba.vectors import LANES\n"
+        "from hf_paged_kernels.numba.machine import LANES\n"
         "assert LANES == 8\n"
         "names = 'head_ratios or widths or every_width or any_number_of_channels or 16_bit or softcap'\n"
         "sys.exit(pytest.main(['-q', '-x', '-p', 'no:xdist', 'tests/kernels/numba/test_attention.py', '-k', names]))\n"
