@@ -61,7 +61,7 @@ def collect(
 ) -> CacheStats:
     """The numbers of a cache with these groups, whose rows and columns are those of the table `lead`."""
     pools = {id(group.pool): group.pool for group in groups}.values()
-    exact_pools = [pool.exact for pool in pools if pool.exact is not None]
+    exact_pools = [pool.exact_pool for pool in pools if pool.exact_pool is not None]
     allocators = [pool.allocator for pool in pools]
     return CacheStats(
         rows=lead.num_rows if lead else 0,

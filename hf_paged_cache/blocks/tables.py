@@ -36,7 +36,7 @@ class BlockTable:
         window: tokens that the layers of the group look back, the current one included; `None` for all. Blocks that
             have left the window are given back.
         take: takes block ids, `allocator.take` unless something has to grow first.
-        exact: where exact blocks come from, for codecs that quantize whole blocks; `None` if there are none.
+        exact_blocks: where exact blocks come from, for codecs that quantize whole blocks; `None` if there are none.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class BlockTable:
         block_size: int,
         window: int | None = None,
         take: Callable[[int], np.ndarray] | None = None,
-        exact: ExactBlocks | None = None,
+        exact_blocks: ExactBlocks | None = None,
     ) -> None:
         self._allocator = allocator
         self._take = take or allocator.take
         self.block_size = block_size
         self.window = window
-        self.exact = exact
+        self.exact_blocks = exact_blocks
         self._holding = Holding(TableState.empty(0, 0))
         self._register()
 
@@ -121,7 +121,7 @@ class BlockTable:
     @property
     def num_quantized_tokens(self) -> int:
         """Tokens in blocks that some row reads by block id and not in an exact block; shared ones count once."""
-        block_ids = self.block_ids if self.exact is None else np.where(self.exact_ids == 0, self.block_ids, 0)
+        block_ids = self.block_ids if self.exact_blocks is None else np.where(self.exact_ids == 0, self.block_ids, 0)
         return int(self._filled_slots(block_ids).sum())
 
     def _filled_slots(self, block_ids: np.ndarray) -> np.ndarray:
@@ -162,7 +162,7 @@ class BlockTable:
         need = self._need(state, num_new, attended, record_past)
         # Exact blocks first: to take the others may evict cached ones, which cannot be undone.
         exact_count, count = need.exact_count, need.count
-        exact_ids = self.exact.take(exact_count) if exact_count else _NOTHING
+        exact_ids = self.exact_blocks.take(exact_count) if exact_count else _NOTHING
         new_ids = self._take(count) if count else _NOTHING
         first_kept_column, num_columns = state.first_kept_column, state.num_columns + num_new
         if self.window is not None and not record_past:
@@ -190,7 +190,7 @@ class BlockTable:
         """Blocks and exact blocks that nobody would hold any more if the rows held `state`."""
         present = self.state
         num_blocks = self._allocator.num_let_go(present.block_ids, state.block_ids)
-        return num_blocks, 0 if self.exact is None else self.exact.allocator.num_let_go(
+        return num_blocks, 0 if self.exact_blocks is None else self.exact_blocks.allocator.num_let_go(
             present.exact_ids, state.exact_ids
         )
 
@@ -208,7 +208,7 @@ class BlockTable:
         state = self.state if record_past else self._within_window(self.state)
         if self.window is not None:
             state = state.without_unkept(self.block_size)
-        if self.exact is None:
+        if self.exact_blocks is None:
             return state, []
         entries = self._due(state, state.seq_lens)
         return (state.without_exact(entries), self.exact_pairs(entries)) if len(entries[0]) else (state, [])
@@ -229,7 +229,7 @@ class BlockTable:
         state = self.state if self.window is None else self.state.without_unkept(self.block_size)
         seq_lens = np.maximum(num_columns - state.padding, 0)
         exact_table, pairs = None, []
-        if self.exact is not None:
+        if self.exact_blocks is not None:
             entries = self._due(state, seq_lens)
             exact_table, pairs = state.exact_ids - 1, self.exact_pairs(entries)
             exact_table[entries] = -1
@@ -275,7 +275,7 @@ class BlockTable:
 
     def fork(self, copies: int) -> "BlockTable":
         """A table in which every row stands `copies` times in a row, sharing all blocks with this one."""
-        other = BlockTable(self._allocator, self.block_size, self.window, self._take, self.exact)
+        other = BlockTable(self._allocator, self.block_size, self.window, self._take, self.exact_blocks)
         rows = np.arange(self.num_rows).repeat(copies)
         other.commit(self.state.selected(rows)._replace(generation=0))
         return other
@@ -305,7 +305,7 @@ class BlockTable:
 
     def _kinds(self) -> list[tuple[BlockAllocator, str]]:
         """Each allocator, and the ids of a state that are its own."""
-        exact = [] if self.exact is None else [(self.exact.allocator, "exact_ids")]
+        exact = [] if self.exact_blocks is None else [(self.exact_blocks.allocator, "exact_ids")]
         return [(self._allocator, "block_ids"), *exact]
 
     def _register(self) -> None:
@@ -314,8 +314,8 @@ class BlockTable:
 
     def _count(self, old: TableState, new: TableState) -> None:
         self._allocator.count_change(old.block_ids, new.block_ids)
-        if self.exact is not None:
-            self.exact.allocator.count_change(old.exact_ids, new.exact_ids)
+        if self.exact_blocks is not None:
+            self.exact_blocks.allocator.count_change(old.exact_ids, new.exact_ids)
 
     def _within_window(self, state: TableState) -> TableState:
         if self.window is None:
@@ -325,7 +325,7 @@ class BlockTable:
 
     def _due(self, state: TableState, seq_lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The exact entries (rows `[n]`, logical blocks `[n]`) that rows of these lengths read as codes."""
-        return np.nonzero((state.exact_ids != 0) & self.exact.are_quantized(seq_lens, state.width))
+        return np.nonzero((state.exact_ids != 0) & self.exact_blocks.are_quantized(seq_lens, state.width))
 
     def _need(self, state: TableState, num_new: int, attended: np.ndarray | None, record_past: bool) -> Need:
         size = self.block_size
@@ -343,11 +343,11 @@ class BlockTable:
         block = np.arange(max(int(end_block.max()), state.width))[None]
         is_new = (block >= first_block[:, None]) & (block < end_block[:, None])
         is_new_exact, opening = is_new, []
-        if self.exact is not None:
-            is_new_exact = is_new & ~self.exact.are_quantized(new_lens, is_new.shape[1])
+        if self.exact_blocks is not None:
+            is_new_exact = is_new & ~self.exact_blocks.are_quantized(new_lens, is_new.shape[1])
             last_exact = state.exact_ids[np.arange(state.num_rows), old_lens // size * writes_on]
             opening = sorted({*copying, *np.flatnonzero(writes_on & (last_exact == 0)).tolist()})
-        has_exact = self.exact is not None
+        has_exact = self.exact_blocks is not None
         return Need(padding, old_lens, store_from, is_new, copying, is_new_exact, opening, old_lens // size, has_exact)
 
     def _rows_to_copy(self, state: TableState, rows: np.ndarray, old_lens: np.ndarray) -> list[int]:
@@ -378,7 +378,7 @@ class BlockTable:
 
         block_table = state.block_ids[:, :width]
         exact_table = exact_slots = quantized = None
-        if self.exact is not None:
+        if self.exact_blocks is not None:
             exact_table = state.exact_ids[:, :width] - 1
             exact_slots = slots(exact_table, 0)
             rows, blocks = np.nonzero(need.is_new[:, :width] & ~need.is_new_exact[:, :width])

@@ -27,7 +27,7 @@ class LayerCodecs:
         backend: as in `Codec`.
 
     Attributes:
-        exact: what stays exact in layers that quantize whole blocks; `None` if there are none.
+        exact_policy: what stays exact in layers that quantize whole blocks; `None` if there are none.
 
     Raises:
         InvalidArgumentError: there is no codec of that name, or two layers are to keep different tokens exact.
@@ -39,14 +39,14 @@ class LayerCodecs:
             raise InvalidArgumentError(f"unknown backend={backend!r}: expected one of {names}, or None")
         self._default = make_codec(kv, backend)
         others = {layer: kv.for_layer(layer) for layer in kv.layers} if isinstance(kv, KVQuant) else {}
-        if self._default.exact is not None:
+        if self._default.exact_policy is not None:
             # Layers with a window hold little and would lose the most.
             others.setdefault("sliding", "raw")
         self._others = {layer: make_codec(choice, backend) for layer, choice in others.items()}
-        policies = {codec.exact for codec in (self._default, *self._others.values())} - {None}
+        policies = {codec.exact_policy for codec in (self._default, *self._others.values())} - {None}
         if len(policies) > 1:
             raise InvalidArgumentError(f"exact_recent and exact_sinks have to be the same in all layers: {policies}")
-        self.exact: ExactPolicy | None = next(iter(policies), None)
+        self.exact_policy: ExactPolicy | None = next(iter(policies), None)
 
     def of(self, layer_idx: int, *, is_sliding: bool) -> Codec:
         """The codec of a layer."""

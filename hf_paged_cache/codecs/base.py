@@ -62,7 +62,7 @@ class Codec(ABC):
     is_exact: bool
     """Whether what is read back is bit for bit what was written."""
 
-    exact: ExactPolicy | None = None
+    exact_policy: ExactPolicy | None = None
     """What stays exact, for codecs that quantize whole blocks."""
 
     block_planes: frozenset[str] = frozenset()

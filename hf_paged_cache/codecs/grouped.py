@@ -22,7 +22,7 @@ class GroupedCodec(Codec):
     def __init__(self, quant: KVQuant, backend: Backend | None = None) -> None:
         super().__init__(backend)
         self.name, self._quant = quant.base, quant
-        self.exact = ExactPolicy(quant.exact_recent, quant.exact_sinks)
+        self.exact_policy = ExactPolicy(quant.exact_recent, quant.exact_sinks)
 
     def allocate(self, geometry: Geometry, block_size: int, num_blocks: int) -> GroupedBlocks:
         self._check(geometry)

@@ -28,7 +28,7 @@ class RotatedCodec(Codec):
 
     def __init__(self, codec: Codec, *, rotates_keys: bool, rotates_values: bool) -> None:
         super().__init__(codec.backend)
-        self.name, self.exact, self.block_planes = codec.name, codec.exact, codec.block_planes
+        self.name, self.exact_policy, self.block_planes = codec.name, codec.exact_policy, codec.block_planes
         self._codec = codec
         self._rotates = {"key": rotates_keys, "value": rotates_values}
 

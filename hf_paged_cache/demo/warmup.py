@@ -49,6 +49,6 @@ def warm_up(*codecs: str) -> Iterator[Warmed]:
 
 
 def _storages(kv: str) -> tuple[str, ...]:
-    if make_codec(kv).exact is not None:
+    if make_codec(kv).exact_policy is not None:
         return "grouped", "exact"  # layers with a window stay exact
     return ("exact",) if kv == "raw" else ("scaled",)

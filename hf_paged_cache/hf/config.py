@@ -46,7 +46,7 @@ class GroupFactory:
     def make(self, window: int | None, layers: Sequence[int], *, is_only_group: bool) -> LayerGroup:
         """A group of layers, by their indices, that look back `window` tokens."""
         codec_of = partial(self.codecs.of, is_sliding=window is not None)
-        num_quantizing = sum(codec_of(layer_idx).exact is not None for layer_idx in layers)
+        num_quantizing = sum(codec_of(layer_idx).exact_policy is not None for layer_idx in layers)
         exact_pool = exact_blocks = None
         if num_quantizing:
             exact = LayerCodecs("raw", codec_of(layers[0]).backend)
@@ -58,7 +58,7 @@ class GroupFactory:
                 is_only_group=False,
                 has_null_block=False,
             )
-            exact_blocks = ExactBlocks(self.codecs.exact, self.block_size, exact_pool.allocator, exact_pool.take)
+            exact_blocks = ExactBlocks(self.codecs.exact_policy, self.block_size, exact_pool.allocator, exact_pool.take)
         pool = GroupPool(
             codec_of,
             self.block_size,
@@ -66,7 +66,7 @@ class GroupFactory:
             self.budget,
             max_blocks=self.max_blocks,
             is_only_group=is_only_group and exact_pool is None,
-            exact=exact_pool,
+            exact_pool=exact_pool,
         )
         return LayerGroup(pool, BlockTable(pool.allocator, self.block_size, window, pool.take, exact_blocks))
 

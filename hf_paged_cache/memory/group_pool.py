@@ -36,7 +36,7 @@ class GroupPool:
         budget: the bytes of all groups together.
         max_blocks: blocks that the group may hold, allocated at once; `None` for no such limit.
         is_only_group: nothing else shares the budget, so that all of it is allocated at once.
-        exact: the exact blocks of layers whose codec quantizes whole blocks.
+        exact_pool: the exact blocks of layers whose codec quantizes whole blocks.
         has_null_block: whether memory is held for id 0. Without it a block lies one place lower than its id says.
     """
 
@@ -49,13 +49,13 @@ class GroupPool:
         *,
         max_blocks: int | None = None,
         is_only_group: bool = True,
-        exact: "GroupPool | None" = None,
+        exact_pool: "GroupPool | None" = None,
         has_null_block: bool = True,
     ) -> None:
         self.allocator = BlockAllocator(ledger=budget.ledger)
         self.layers: dict[int, LayerPool] = {}
         self.copies = 0
-        self.exact = exact
+        self.exact_pool = exact_pool
         self.block_size = block_size
         self._codec_of = codec_of
         self._expected_layers = expected_layers
@@ -100,7 +100,7 @@ class GroupPool:
     def block_bytes_of(self, layer_idx: int, geometry: Geometry) -> int:
         """Bytes of one block of a layer with keys and values of a geometry, its exact block included."""
         codec = self._codec_of(layer_idx)
-        exact_bytes = 0 if codec.exact is None else self.exact.block_bytes_of(layer_idx, geometry)
+        exact_bytes = 0 if codec.exact_policy is None else self.exact_pool.block_bytes_of(layer_idx, geometry)
         return codec.block_bytes(geometry, self.block_size) + exact_bytes
 
     @property
@@ -135,13 +135,13 @@ class GroupPool:
         pool = self.layers.get(layer_idx)
         if pool is None:
             codec = self._codec_of(layer_idx)
-            exact = None if codec.exact is None else self.exact.layer_of(layer_idx, geometry)
+            exact_pool = None if codec.exact_policy is None else self.exact_pool.layer_of(layer_idx, geometry)
             num_blocks = self._num_stored(self.allocator.num_blocks)
             num_bytes = num_blocks * codec.block_bytes(geometry, self.block_size)
             if self._budget.remaining is not None and num_bytes > self._budget.remaining + self._promised:
                 raise self._out_of_blocks(num_blocks)
             opened = self.ledger.open(self)
-            pool = LayerPool(codec, geometry, self.block_size, num_blocks, self._budget, exact)
+            pool = LayerPool(codec, geometry, self.block_size, num_blocks, self._budget, exact_pool)
             self.layers[layer_idx] = pool
             self._promise()
             self._close(opened)
@@ -170,8 +170,8 @@ class GroupPool:
             self.layers.clear()
             self._promise()
             self._close(opened)
-            if self.exact is not None:  # whose blocks belong to such as were held here
-                self.exact.give_back_memory()
+            if self.exact_pool is not None:  # whose blocks belong to such as were held here
+                self.exact_pool.give_back_memory()
 
     def settle(self) -> None:
         """Counts anew what the layers hold, after a change that was interrupted."""
@@ -183,11 +183,11 @@ class GroupPool:
     def hold_only_tables(self) -> None:
         """Lets go of the blocks that no table holds: of a copy that came without the other holders."""
         self.allocator.hold_only_tables()
-        if self.exact is not None:
-            self.exact.hold_only_tables()
+        if self.exact_pool is not None:
+            self.exact_pool.hold_only_tables()
 
     def check_room(self, count: int, exact_count: int = 0, *, let_go: tuple[int, int] = (0, 0)) -> None:
-        """Checks that `take(count)` would succeed, after `exact.take(exact_count)`.
+        """Checks that `take(count)` would succeed, after `exact_pool.take(exact_count)`.
 
         Args:
             count, exact_count: blocks and exact blocks.
@@ -198,9 +198,9 @@ class GroupPool:
         """
         reserved = 0
         if exact_count:
-            self.exact.check_room(exact_count, let_go=(let_go[1], 0))
-            missing_exact = exact_count - self.exact.allocator.num_available - let_go[1]
-            reserved = max(missing_exact, 0) * self.exact.block_bytes
+            self.exact_pool.check_room(exact_count, let_go=(let_go[1], 0))
+            missing_exact = exact_count - self.exact_pool.allocator.num_available - let_go[1]
+            reserved = max(missing_exact, 0) * self.exact_pool.block_bytes
         missing = count - self.allocator.num_available - let_go[0]
         if missing <= 0:
             return
@@ -210,14 +210,14 @@ class GroupPool:
 
     def move(self, moves: Moves) -> None:
         """Moves whole blocks in every layer, as the layer stores them."""
-        plain = [layer for layer in self.layers.values() if layer.exact is None]
+        plain = [layer for layer in self.layers.values() if layer.exact_pool is None]
         if moves.copies and plain:
             copy_blocks([layer.blocks for layer in plain], moves.copies, backend=plain[0].codec.backend)
         self.copies += len(moves.copies)
         if moves.dequantized:
             dequantize_blocks(self._mixed(), moves.dequantized)
         if moves.exact_copies:
-            self.exact.move(Moves(moves.exact_copies, [], []))
+            self.exact_pool.move(Moves(moves.exact_copies, [], []))
 
     def quantize(self, pairs: Pairs) -> None:
         """Quantizes exact blocks `(exact block, block id)` in every layer that has them.
@@ -230,7 +230,7 @@ class GroupPool:
 
     def quantizes_blocks(self, layer_idx: int) -> bool:
         """Whether a layer has codes of full blocks only."""
-        return self._codec_of(layer_idx).exact is not None
+        return self._codec_of(layer_idx).exact_policy is not None
 
     def block_planes(self, layer_idx: int) -> frozenset[str]:
         """The planes of a layer that say something about a block, and nothing about single tokens of it."""
@@ -257,7 +257,7 @@ class GroupPool:
         return torch.from_numpy(block_ids.astype(np.int64) - self._ids_without_memory).to(plane.device)
 
     def _mixed(self) -> list[MixedBlocks]:
-        return [layer.blocks for layer in self.layers.values() if layer.exact is not None]
+        return [layer.blocks for layer in self.layers.values() if layer.exact_pool is not None]
 
     def _have_free(self, count: int) -> None:
         missing = count - self.allocator.num_free

@@ -19,7 +19,7 @@ class LayerPool:
         block_size: tokens a block.
         num_blocks: blocks to begin with, the null block included if there is one.
         budget: counts the bytes of the layer; they are in it from the first.
-        exact: the pool of the layer's exact blocks, for a codec that quantizes whole blocks.
+        exact_pool: the pool of the layer's exact blocks, for a codec that quantizes whole blocks.
     """
 
     def __init__(
@@ -29,13 +29,13 @@ class LayerPool:
         block_size: int,
         num_blocks: int,
         budget: MemoryBudget,
-        exact: "LayerPool | None" = None,
+        exact_pool: "LayerPool | None" = None,
     ) -> None:
         self.codec = codec
         self.geometry = geometry
         self.block_size = block_size
         self.block_bytes = codec.block_bytes(geometry, block_size)
-        self.exact = exact
+        self.exact_pool = exact_pool
         self._budget = budget
         self._own = codec.allocate(geometry, block_size, num_blocks)
         self._with_codes: MixedBlocks | None = None  # of a pool of exact blocks: those, and the codes beside them
@@ -46,11 +46,11 @@ class LayerPool:
         """All that a reader needs: the same object until the pool grows, and readable from then on too."""
         # Not between two planes that another thread is moving.
         with self._budget.lock:
-            if self.exact is None:
+            if self.exact_pool is None:
                 return self._own
-            if self.exact._with_codes is None:
-                self.exact._with_codes = MixedBlocks(self._own, self.exact._own)
-            return self.exact._with_codes
+            if self.exact_pool._with_codes is None:
+                self.exact_pool._with_codes = MixedBlocks(self._own, self.exact_pool._own)
+            return self.exact_pool._with_codes
 
     @property
     def planes(self) -> tuple[torch.Tensor, ...]:
@@ -101,7 +101,7 @@ class LayerPool:
             kept = min(present, num_blocks)
             new[:, :kept] = old[:, :kept]
             self._own = self._own.with_plane(index, new)
-            (self.exact or self)._with_codes = None
+            (self.exact_pool or self)._with_codes = None
             self._budget.remove(old.nbytes)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, step: StepMetadata) -> None:

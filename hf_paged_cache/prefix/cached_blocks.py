@@ -49,7 +49,7 @@ class CachedBlocks:
         self._pools: list[GroupPool] = []
         self._groups: list[_Kinds] = []
         for group in groups:
-            pools = [pool for pool in (group.pool, group.pool.exact) if pool is not None]
+            pools = [pool for pool in (group.pool, group.pool.exact_pool) if pool is not None]
             first = len(self._pools)
             self._groups.append(_Kinds(first, first + 1 if len(pools) > 1 else None, group.table.window))
             self._pools += pools
@@ -135,7 +135,7 @@ class CachedBlocks:
             first = np.array([self._first_block(kinds, length) for length in lengths.tolist()])
             is_read[kinds.block] = (block >= first[:, None]) & (block * self._block_size < lengths[:, None])
             if kinds.exact is not None:
-                is_read[kinds.exact] = is_read[kinds.block] & ~group.table.exact.are_quantized(lengths, width)
+                is_read[kinds.exact] = is_read[kinds.block] & ~group.table.exact_blocks.are_quantized(lengths, width)
         with self._in_memory(rows, is_read):
             tables = np.zeros(is_read.shape, dtype=np.int32)
             for row, nodes in enumerate(rows):
@@ -168,7 +168,7 @@ class CachedBlocks:
             held = group.table.block_ids[row, :num_nodes]
             blocks[kinds.block, : len(held)] = held
             if kinds.exact is not None:
-                exact = group.table.exact
+                exact = group.table.exact_blocks
                 held = group.table.exact_ids[row, :num_nodes]
                 blocks[kinds.exact, : len(held)] = held
                 self._quantize(kinds, group, row, blocks[:, :num_full])

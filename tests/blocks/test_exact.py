@@ -27,7 +27,9 @@ class Rows:
     ) -> None:
         self.allocator = BlockAllocator(num_blocks + 1)
         self.exact_allocator = BlockAllocator(num_exact + 1, ledger=self.allocator.ledger)
-        self.table = BlockTable(self.allocator, SIZE, window, exact=ExactBlocks(policy, SIZE, self.exact_allocator))
+        self.table = BlockTable(
+            self.allocator, SIZE, window, exact_blocks=ExactBlocks(policy, SIZE, self.exact_allocator)
+        )
 
     def feed(self, num_new: int, *marks: str, num_rows: int = 1) -> tuple[StepMetadata, Moves, Pairs]:
         """The step, what it moves, and what was quantized before it."""
@@ -92,7 +94,7 @@ class TestWhatIsExact:
             rows.feed(chunk)
             rows.quantize()
             blocks = -(-length // SIZE)
-            quantized = rows.table.exact.are_quantized(np.array([length]), blocks)[0]
+            quantized = rows.table.exact_blocks.are_quantized(np.array([length]), blocks)[0]
             assert rows.exact == [(~quantized).tolist()]
             assert rows.exact_allocator.num_referenced == blocks - int(quantized.sum())
             assert rows.allocator.num_referenced == blocks

@@ -36,7 +36,7 @@ class ExactConservation(Conservation):
 
     def new_table(self, window: int | None) -> BlockTable:
         exact = ExactBlocks(self.policy, SIZE, self.exact_allocator)
-        return BlockTable(self.allocator, SIZE, window, exact=exact)
+        return BlockTable(self.allocator, SIZE, window, exact_blocks=exact)
 
     def give_up_old_tokens(self, cache: Cache) -> None:
         before, pairs = cache.table.before_next_step()

@@ -113,7 +113,8 @@ def check_counts(caches: Sequence[PagedCache]) -> None:
     for position in range(len(caches[0].groups)):
         groups = [cache.groups[position] for cache in caches]
         pool = groups[0].pool
-        for allocator, name in ((pool.allocator, "block_ids"), (getattr(pool.exact, "allocator", None), "exact_ids")):
+        exact_allocator = getattr(pool.exact_pool, "allocator", None)
+        for allocator, name in ((pool.allocator, "block_ids"), (exact_allocator, "exact_ids")):
             if allocator is None:
                 continue
             held = np.concatenate([getattr(group.table, name).reshape(-1) for group in groups])
@@ -123,7 +124,8 @@ def check_counts(caches: Sequence[PagedCache]) -> None:
             assert allocator.num_free + int((counts > 0).sum()) == allocator.num_blocks - 1
     budget = caches[0]._budget
     pools = {id(group.pool): group.pool for group in caches[0].groups}.values()
-    assert budget.allocated == sum(pool.num_bytes + (pool.exact.num_bytes if pool.exact else 0) for pool in pools)
+    exact = [pool.exact_pool for pool in pools if pool.exact_pool]
+    assert budget.allocated == sum(pool.num_bytes for pool in (*pools, *exact))
 
 
 def same(actual: list[Tensor], expected: list[Tensor]) -> bool:

@@ -220,7 +220,7 @@ def test_exact_blocks_do_not_grow_with_the_context(llama: Models) -> None:
     logits(model, torch.full((2, 2000), 9), cache)
     for _ in range(40):
         logits(model, torch.full((2, 1), 9), cache)
-    exact = cache._groups[0].pool.exact.allocator
+    exact = cache._groups[0].pool.exact_pool.allocator
     assert exact.num_referenced == 2 * 3  # sink, window, and what follows the last full block
     assert exact.num_blocks - 1 <= 2 * 5
 

@@ -98,7 +98,10 @@ def test_what_a_step_gives_back_is_known_before(windowed: Models, kv: Any, has_f
             cache.update(states, states, layer_idx)
         kept += [cache.fork()] * has_fork
         for group in cache.groups:
-            allocators = [group.pool.allocator, *([] if group.pool.exact is None else [group.pool.exact.allocator])]
+            allocators = [
+                group.pool.allocator,
+                *([] if group.pool.exact_pool is None else [group.pool.exact_pool.allocator]),
+            ]
             before = [it.num_available for it in allocators]
             state, pairs = group.table.before_next_step()
             foreseen = group.table.blocks_let_go(state)

@@ -314,7 +314,7 @@ class TestLimits:
         """Two pools on one budget, in which each would find room alone."""
         budget = MemoryBudget(12 * BLOCK_BYTES)
         exact = GroupPool(always(RawCodec()), SIZE, 1, budget, is_only_group=False, has_null_block=False)
-        pool = GroupPool(always(make_codec("int4")), SIZE, 1, budget, is_only_group=False, exact=exact)
+        pool = GroupPool(always(make_codec("int4")), SIZE, 1, budget, is_only_group=False, exact_pool=exact)
         pool.layer(0, *states())
         pool.check_room(20)
         pool.check_room(0, 8)
