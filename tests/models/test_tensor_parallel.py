@@ -46,7 +46,7 @@ def test_every_rank_gives_the_tokens_of_the_unsharded_model(tmp_path: Path, atte
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     randomize(model)
     model.eval().save_pretrained(tmp_path)
-    inputs, options = prompt(config.vocab_size), {"max_new_tokens": 20, "do_sample": False}
+    inputs, options = prompt(config.vocab_size), {"max_new_tokens": 8, "do_sample": False}
     expected = {
         "dynamic": generate(model, inputs, DynamicCache(config=config), **options),
         "raw": generate(model, inputs, DynamicCache(config=config), **options),

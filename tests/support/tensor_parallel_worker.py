@@ -32,7 +32,7 @@ def main(folder: str, attention: str) -> None:
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", attn_implementation=attention)
     inputs = prompt(model.config.vocab_size)
-    options = {"max_new_tokens": 20, "do_sample": False}
+    options = {"max_new_tokens": 8, "do_sample": False}
     caches = {
         "dynamic": DynamicCache(config=model.config),
         **{kv: PagedCache(model.config, block_size=16, kv=kv) for kv in ("raw", "int8", "int4")},
